@@ -393,7 +393,7 @@ def test_steps_continue_while_nobody_reads_what_the_host_prints(place: Path, exp
 
 @pytest.mark.slow
 def test_a_minute_in_which_nobody_reads_makes_no_step_late_and_the_host_ends_all_the_same(place: Path) -> None:
-    many = ("--set", "fit.max_steps=100000", "--set", "workers.threads=1")
+    many = ("--set", "fit.epochs=100000", "--set", "workers.threads=1")
     run = place / "runs" / "tiny"
     with UnreadOutput(place, "-n", "0", *many) as unread, join(place, *TEXT, invite_of(run)) as worker:
         wait_until(lambda: len(steps(run)) > 1, 90)

@@ -1,5 +1,6 @@
 """The coordinator's record: what a restart goes on from, held by one process at a time."""
 
+import gzip
 import math
 import random
 import shutil
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 
 from potluck.errors import ConfigError, JournalError
+from potluck.fleet import journal as journal_module
 from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.journal import Journal, set_aside
-from potluck.fleet.ledger import prove
+from potluck.fleet.ledger import Ledger, prove
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -260,6 +262,7 @@ def what_it_tells(folder: Path) -> Any:
     try:
         step = journal.steps()[-1]
         facts = [journal.fact(name) for name in ("port", "workers", "next worker", "description")]
+        journal.agreed()  # one that is damaged is left out, and nothing else happens
         return journal.standing(), journal.standing(step - 1), journal.steps(), journal.ranges(0), facts
     finally:
         journal.close()
@@ -273,6 +276,7 @@ def write_some(folder: Path) -> Journal:
     for step in range(1, 12):
         journal.record(record(step))
         journal.keep("workers", str(step % 3))
+        journal.agree(step, "cpu", f"{step}a")
     return journal
 
 
@@ -299,13 +303,17 @@ def in_memory() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("flips", [250, pytest.param(4000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
-@pytest.mark.parametrize("how", ["closed", "killed"])
-def test_a_flipped_bit_changes_nothing_or_is_told(how: str, flips: int, in_memory: Path) -> None:
+@pytest.mark.parametrize("how", ["closed", "killed", "added up"])
+def test_a_flipped_bit_changes_nothing_or_is_told(
+    how: str, flips: int, in_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a kill, the last writes are in a log of SQLite's, which it passes over in silence where it is damaged."""
+    if how == "added up":
+        monkeypatch.setattr(journal_module, "TAIL", 3)
     place, whole, copy = (in_memory / name for name in ("place", "whole", "copy"))
     place.mkdir()
     journal = write_some(place)
-    if how == "closed":
+    if how != "killed":
         journal.close()
     shutil.copytree(place, whole)
     journal.close()
@@ -426,6 +434,16 @@ def test_a_damaged_digest_condemns_nobody(journal: Journal, path: Path) -> None:
     again.close()
 
 
+def test_a_digest_that_is_no_text_any_more_condemns_nobody(journal: Journal, path: Path) -> None:
+    journal.agree(1, "cpu", "right")
+    journal.agree(2, "cpu", "right")
+    journal.close()
+    meddle(path, "UPDATE digests SET digest = CAST(x'ff6967' AS TEXT) WHERE step = 2")
+    again = Journal(path)
+    assert again.agreed() == {1: {"cpu": "right"}}
+    again.close()
+
+
 def test_a_journal_from_before_digests_were_kept_opens(journal: Journal, path: Path) -> None:
     journal.record(record(1))
     journal.close()
@@ -435,3 +453,81 @@ def test_a_journal_from_before_digests_were_kept_opens(journal: Journal, path: P
     again.agree(1, "cpu", "a")
     assert again.agreed() == {1: {"cpu": "a"}}
     again.close()
+
+
+# Steps that are added up
+
+
+def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return Ledger(sorted(ranges)).ranges
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_journal_that_adds_steps_up_tells_what_one_tells_that_keeps_them_all(
+    seed: int, in_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where steps are done again, where turns have no rows, and after going back to any checkpoint."""
+    draw = random.Random(seed)
+    short, whole = Journal(in_memory / "short"), Journal(in_memory / "whole")
+    checkpoints: list[RunPosition] = []
+    for each in (short, whole):
+        each.keep("description", DESCRIBED.to_json())
+    for _ in range(60):
+        standing = whole.standing()
+        assert standing is not None
+        kind = draw.choice(["step"] * 8 + ["idle", "checkpoint", "back", "again"])
+        if kind == "checkpoint" and standing.step:
+            prefix = [(0, standing.row)] if standing.row else []
+            checkpoints.append(RunPosition(standing.step, standing.epoch, standing.row, standing.rows_seen, prefix))
+            checkpoints[-1].turn = standing.turn
+        elif kind == "back":
+            kept = draw.choice([None, *checkpoints])
+            checkpoints = checkpoints[: checkpoints.index(kept) + 1] if kept is not None else []
+            for each in (short, whole):
+                each.go_back(kept)
+        elif kind == "again" and standing.step > max(1, short.snapshot.step):
+            for each in (short, whole):
+                each.rewind(standing.step - 1)
+        elif kind in ("step", "idle"):
+            rows = 0 if kind == "idle" else min(4, DESCRIBED.rows - standing.row)
+            at, step = (standing.epoch, standing.row), standing.step + 1
+            ranges = ((at[1], at[1] + rows, 0),) if rows else ()
+            seen = standing.rows_seen + rows
+            for each, tail in ((short, 3), (whole, 10_000)):
+                monkeypatch.setattr(journal_module, "TAIL", tail)
+                each.record(record(step, epoch=at[0], row=at[1], rows=rows, rows_seen=seen, ranges=ranges))
+        if draw.random() < 0.2:
+            monkeypatch.setattr(journal_module, "TAIL", 10_000)
+            short.close()
+            short = Journal(in_memory / "short")
+        found, expected = short.standing(), whole.standing()
+        assert found is not None and expected is not None
+        assert merged(found.ranges) == merged(expected.ranges)
+        found.ranges = expected.ranges
+        assert found == expected and short.steps() == whole.steps()
+        for epoch in range(expected.epoch + 1):
+            assert merged(short.ranges(epoch)) == merged(whole.ranges(epoch))
+        (held,) = short._base.execute("SELECT count(*) FROM steps").fetchone()
+        assert held < 6
+    short.close()
+    whole.close()
+
+
+def test_a_journal_of_the_version_before_opens_and_is_shortened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was written by Potluck as of commit bbb7d3b: the steps of write_some()."""
+    kept = Path(__file__).parents[1] / "vectors" / "journal-v1.sqlite.gz"
+    (tmp_path / "journal.sqlite").write_bytes(gzip.decompress(kept.read_bytes()))
+    expected = what_it_tells(tmp_path)
+    assert expected[0] == RunPosition(11, 3, 8, 38, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    monkeypatch.setattr(journal_module, "TAIL", 3)
+    for _ in range(2):
+        standing, previous, steps, ranges, facts = what_it_tells(tmp_path)
+        assert (standing, previous, steps, facts) == (expected[0], expected[1], expected[2], expected[4])
+        assert merged(ranges) == merged(expected[3]) == [(0, 10)]
+    journal = Journal(tmp_path / "journal.sqlite")
+    assert journal.snapshot.step == 8 and sorted(journal.agreed()) == [8, 9, 10, 11]
+    journal.record(record(12))
+    assert all(prove(journal.ranges(epoch), 10).holds for epoch in range(4))
+    journal.close()

@@ -6,6 +6,9 @@ One coordinator at a time: the file is held as long as it is open, and the syste
 Every row has a checksum, and one fact, the seal, says how many there are: what comes back from a disk is what was
 written, or is refused when the journal is opened. A file beside it counts the writes, since SQLite itself drops the end
 of its log in silence where that is damaged.
+
+All of it is read before a host answers, so it does not grow with the run: the last steps are held one by one, and those
+before them added up in one fact, the snapshot.
 """
 
 import hashlib
@@ -23,7 +26,8 @@ from potluck.errors import ConfigError, JournalError, PotluckError
 from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
-from potluck.fleet.ledger import Range
+from potluck.fleet.journal_snapshot import Snapshot
+from potluck.fleet.ledger import Ledger, Range
 from potluck.fleet.phases import enter_phase
 
 _TABLES = """
@@ -41,9 +45,12 @@ CREATE TABLE IF NOT EXISTS digests (
     PRIMARY KEY (step, kind)
 );
 """
-VERSION = 1
-"""SQLite's user_version, from which on all rows have checksums."""
+VERSION = 2
+"""SQLite's user_version. From 1 on, all rows have checksums; 2 has a snapshot, of which older programs know nothing."""
 SEAL = "seal"
+SNAPSHOT = "snapshot"
+TAIL = 1024
+"""The last steps that are held one by one: at least this many, and less than twice as many."""
 _DAMAGE = (sqlite3.Error, ValueError, TypeError, KeyError, OverflowError, PotluckError)
 
 
@@ -95,7 +102,7 @@ class Journal:
         if found != "ok":
             raise sqlite3.DatabaseError(str(found).splitlines()[0])
         (version,) = self._base.execute("PRAGMA user_version").fetchone()
-        if version not in (0, VERSION):
+        if not 0 <= version <= VERSION:
             raise ValueError(f"it has version {version}, and this Potluck reads version {VERSION}")
         self._base.executescript(_TABLES)
         for table in ("facts", "steps"):  # of an older journal, and of a new one
@@ -105,6 +112,10 @@ class Journal:
             self._seal_all()
         self._verify(0 if is_new else self._count_outside())
         self._count_write()
+        if self._steps >= 2 * TAIL:  # of the time before snapshots: it takes long to open this once
+            with self._writing():
+                self._shorten()
+            self._base.execute("VACUUM")
 
     def _seal_all(self) -> None:
         """Of a new journal, or of one from before there were checksums: it is believed as it is, this once."""
@@ -118,7 +129,7 @@ class Journal:
                 self._base.execute("UPDATE steps SET checksum = ? WHERE step = ?", (checksum, row["step"]))
             (self._steps,) = self._base.execute("SELECT count(*) FROM steps").fetchone()
             self._seal()
-            self._base.execute(f"PRAGMA user_version = {VERSION}")
+            self._base.execute("PRAGMA user_version = 1")
 
     def _verify(self, writes: int) -> None:
         """Checks every row, and that none is missing."""
@@ -127,18 +138,20 @@ class Journal:
             if checksum != _row_checksum({"name": name, "value": value}):
                 raise ValueError(f"the fact {name!a} does not match its checksum")
         self._kept = {name: value for name, value, _ in facts}
-        seal = json.loads(self._kept[SEAL])
+        seal, added_up = json.loads(self._kept[SEAL]), self.snapshot.step
         last = self._steps = 0
         for row, ranges in self._rows():
             if row["checksum"] != _row_checksum(row, ranges):
                 raise ValueError(f"step {row['step']} does not match its checksum")
+            if row["step"] <= added_up:
+                raise ValueError(f"step {row['step']} is in its snapshot too")
             self._steps, last = self._steps + 1, row["step"]
         self._writes = seal["writes"]
         if seal != self._sealed(self._writes, last):
             raise ValueError("what it holds is not what was last written")
         if self._writes < writes:
             raise ValueError(f"the last {writes - self._writes} of its {writes} writes are missing")
-        if self.description is None and self._steps:
+        if self.description is None and (self._steps or self.snapshot.step):
             raise ValueError("nothing says what it is a journal of")
 
     def _rows(self) -> Iterator[tuple[dict[str, Any], list[tuple[int, int, int]]]]:
@@ -230,7 +243,34 @@ class Journal:
                 "INSERT INTO ranges VALUES (?, ?, ?, ?)", [(record.step, *found) for found in record.ranges]
             )
             self._steps += 1 - there
+            if self._steps >= 2 * TAIL:
+                self._shorten()
         enter_phase("recorded", record.step)
+
+    def _shorten(self) -> None:
+        """Adds all steps but the last ones up. Within the write of a step: both are on the disk, or neither."""
+        described, snapshot = self.description, self.snapshot
+        assert described is not None
+        (last,) = self._base.execute("SELECT step FROM steps ORDER BY step DESC LIMIT 1 OFFSET ?", (TAIL,)).fetchone()
+        stood = self._stood(last)
+        assert stood is not None
+        older = self._base.execute(
+            "SELECT epoch, ranges.first_row, end_row FROM ranges JOIN steps USING (step)"
+            " WHERE step <= ? ORDER BY epoch",
+            (last,),
+        )
+        for epoch, group in groupby(older.fetchall(), key=lambda found: found[0]):
+            snapshot.add(epoch, [(start, end) for _, start, end in group], described.rows)
+        steps = self._base.execute("SELECT step, step + 1 FROM steps WHERE step <= ? ORDER BY step", (last,))
+        snapshot.steps = Ledger([*snapshot.steps, *steps]).ranges
+        snapshot.step = last
+        snapshot.epoch, snapshot.row, snapshot.rows_seen, snapshot.turn = stood
+        self._put_fact(SNAPSHOT, snapshot.to_json())
+        for table in ("steps", "ranges"):
+            self._base.execute(f"DELETE FROM {table} WHERE step <= ?", (last,))
+        self._base.execute("DELETE FROM digests WHERE step < ?", (last,))
+        self._steps = TAIL
+        self._base.execute(f"PRAGMA user_version = {VERSION}")
 
     def agree(self, step: int, kind: str, digest: str) -> None:
         """The right weights' digest. It need not outlive the machine, only this process: so nothing waits for it."""
@@ -244,8 +284,12 @@ class Journal:
     def agreed(self, since: int = 0) -> dict[int, dict[str, str]]:
         """step -> kind -> the right weights' digest. One that is damaged is left out: it would condemn the innocent."""
         found: dict[int, dict[str, str]] = {}
-        rows = self._base.execute("SELECT step, kind, digest, checksum FROM digests WHERE step >= ?", (since,))
-        for step, kind, digest, checksum in rows:
+        # As bytes: a flip may leave what is no text, which SQLite would refuse to read.
+        rows = self._base.execute(
+            "SELECT step, CAST(kind AS BLOB), CAST(digest AS BLOB), checksum FROM digests WHERE step >= ?", (since,)
+        )
+        for step, *texts, checksum in rows:
+            kind, digest = ((text or b"").decode(errors="replace") for text in texts)
             if checksum == _checksum(step, kind, digest):
                 found.setdefault(step, {})[kind] = digest
         return found
@@ -257,9 +301,20 @@ class Journal:
             self._base.execute("DELETE FROM ranges WHERE step > ?", (step,))
             (self._steps,) = self._base.execute("SELECT count(*) FROM steps").fetchone()
             self._base.execute("DELETE FROM digests WHERE step >= ?", (step,))
+            if step < self.snapshot.step:  # nothing tells where the run stood then
+                self._base.execute("DELETE FROM facts WHERE name = ?", (SNAPSHOT,))
+                del self._kept[SNAPSHOT]
 
     def go_back(self, kept: RunPosition | None) -> RunPosition | None:
         """The run resumes from a checkpoint, or from its beginning: where it stands then."""
+        if kept is not None and kept.step < self.snapshot.step:
+            older = self.snapshot.back_to(kept)
+            with self._writing():
+                for table in ("steps", "ranges", "digests"):
+                    self._base.execute(f"DELETE FROM {table}")
+                self._steps = 0
+                self._put_fact(SNAPSHOT, older.to_json())
+            return kept
         mine = self.standing(kept.step) if kept is not None else None  # it knows who computed what
         if kept is None or mine is None or mine.rows_seen == kept.rows_seen:
             self.rewind(kept.step if kept is not None else 0)
@@ -283,27 +338,40 @@ class Journal:
         text = self.fact("description")
         return Description.from_json(text) if text else None
 
+    @property
+    def snapshot(self) -> Snapshot:
+        return Snapshot.from_json(self.fact(SNAPSHOT))
+
     def standing(self, step: int | None = None) -> RunPosition | None:
         """Where the run stood after a step, or stands now; none if that step is not on record."""
         described = self.description
         last = self._base.execute("SELECT max(step) FROM steps").fetchone()[0]
-        step = last if step is None else step
+        step = (last or self.snapshot.step) if step is None else step
         if not step or described is None:
             return RunPosition() if step in (None, 0) else None
+        stood = self._stood(step)
+        if stood is None:
+            return None
+        epoch, row, rows_seen, turn = stood
+        if row >= described.rows:
+            return RunPosition(step, epoch + 1, 0, rows_seen, [])
+        return RunPosition(step, epoch, row, rows_seen, self.ranges(epoch, until=step), turn)
+
+    def _stood(self, step: int) -> tuple[int, int, int, int] | None:
+        """The epoch and row at which a step ended, the rows seen until then, and how many turns its batch has had."""
+        snapshot = self.snapshot
+        if step and step == snapshot.step:
+            return snapshot.epoch, snapshot.row, snapshot.rows_seen, snapshot.turn
         found = self._base.execute(
             "SELECT epoch, first_row + rows, rows_seen FROM steps WHERE step = ?", (step,)
         ).fetchone()
         if found is None:
             return None
-        epoch, row, rows_seen = found
-        if row >= described.rows:
-            return RunPosition(step, epoch + 1, 0, rows_seen, [])
-        (turn,) = self._base.execute(
-            "SELECT count(*) FROM steps WHERE step <= ?1 AND step > "
-            "(SELECT coalesce(max(step), 0) FROM steps WHERE step <= ?1 AND rows > 0)",
-            (step,),
-        ).fetchone()
-        return RunPosition(step, epoch, row, rows_seen, self.ranges(epoch, until=step), turn)
+        before = "SELECT max(step) FROM steps WHERE step <= ? AND rows > 0"
+        (counted,) = self._base.execute(before, (step,)).fetchone()
+        since = "SELECT count(*) FROM steps WHERE step <= ? AND step > ?"
+        (turns,) = self._base.execute(since, (step, counted or 0)).fetchone()
+        return (*found, turns if counted is not None else turns + snapshot.turn)
 
     def resumed(self, standing: RunPosition | None = None) -> Resumed:
         """All that the next coordinator of this run begins with. `standing`: of a checkpoint, where this holds none."""
@@ -325,10 +393,14 @@ class Journal:
             " WHERE epoch = ? AND step <= ? ORDER BY ranges.first_row",
             (epoch, until if until is not None else 1 << 62),
         )
-        return [(start, end) for start, end in found]
+        before, described = self.snapshot, self.description
+        is_after = described is not None and (until is None or until >= before.step)
+        added_up = before.trained(epoch, described.rows) if described is not None and is_after else []
+        return sorted([*added_up, *((start, end) for start, end in found)])
 
     def steps(self) -> list[int]:
-        return [step for (step,) in self._base.execute("SELECT step FROM steps ORDER BY step")]
+        added_up = [step for start, end in self.snapshot.steps for step in range(start, end)]
+        return [*added_up, *(step for (step,) in self._base.execute("SELECT step FROM steps ORDER BY step"))]
 
     def close(self) -> None:
         if hasattr(self, "_base"):

@@ -1,0 +1,78 @@
+"""Snapshot: the steps of a run that its journal no longer holds one by one, added up. Pure.
+
+A host reads and checks all of its journal before it answers anybody, so the journal must not grow with the run.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from potluck.fleet.coordinator_state import RunPosition
+from potluck.fleet.ledger import Ledger, Range
+
+
+@dataclass(kw_only=True)
+class Snapshot:
+    """Where the run stood after `step`, and what was trained until then."""
+
+    step: int = 0
+    epoch: int = 0
+    row: int = 0
+    rows_seen: int = 0
+    turn: int = 0
+    steps: list[Range] = field(default_factory=list)
+    """The numbers of the steps that were added up, as half-open intervals."""
+    whole: list[Range] = field(default_factory=list)
+    """Epochs of which each row was trained exactly once, as half-open intervals."""
+    ranges: dict[int, list[Range]] = field(default_factory=dict)
+    """Rows of every other epoch, neighbours as one. A row that was trained twice is in two of them."""
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text: str | None) -> "Snapshot":
+        if text is None:
+            return cls()
+        found = json.loads(text)
+        for name in ("steps", "whole"):
+            found[name] = _pairs(found[name])
+        found["ranges"] = {int(epoch): _pairs(ranges) for epoch, ranges in found["ranges"].items()}
+        return cls(**found)
+
+    def add(self, epoch: int, ranges: Iterable[Range], rows: int) -> None:
+        """Adds what later steps have trained of an epoch, which has so many rows."""
+        merged = Ledger(sorted([*self.ranges.pop(epoch, []), *ranges])).ranges
+        if merged == [(0, rows)] and not self._is_whole(epoch):
+            self.whole = Ledger(sorted([*self.whole, (epoch, epoch + 1)])).ranges
+        elif merged:
+            self.ranges[epoch] = merged
+
+    def trained(self, epoch: int, rows: int) -> list[Range]:
+        """The ranges of an epoch that were trained until this snapshot."""
+        return [*([(0, rows)] if self._is_whole(epoch) else []), *self.ranges.get(epoch, [])]
+
+    def _is_whole(self, epoch: int) -> bool:
+        return any(start <= epoch < end for start, end in self.whole)
+
+    def back_to(self, kept: RunPosition) -> "Snapshot":
+        """The snapshot of a checkpoint that is older than this one."""
+        return Snapshot(
+            step=kept.step,
+            epoch=kept.epoch,
+            row=kept.row,
+            rows_seen=kept.rows_seen,
+            turn=kept.turn,
+            steps=_until(self.steps, kept.step + 1),
+            whole=_until(self.whole, kept.epoch),
+            ranges={epoch: ranges for epoch, ranges in self.ranges.items() if epoch < kept.epoch}
+            | ({kept.epoch: list(kept.ranges)} if kept.ranges else {}),
+        )
+
+
+def _pairs(found: list[list[int]]) -> list[Range]:
+    return [(int(start), int(end)) for start, end in found]
+
+
+def _until(intervals: list[Range], limit: int) -> list[Range]:
+    return [(start, min(end, limit)) for start, end in intervals if start < limit]
