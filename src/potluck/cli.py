@@ -2,6 +2,7 @@
 
 import difflib
 import sys
+from contextlib import nullcontext
 from typing import Annotated, get_args
 
 import tyro
@@ -21,8 +22,9 @@ from potluck.commands.run import Run
 from potluck.commands.train import Train
 from potluck.commands.up import Up
 from potluck.commands.watch import WatchRun
-from potluck.errors import ConfigError, PotluckError
+from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.event_queue import end_process
+from potluck.signals import end_on_sigterm, let_through
 from potluck.words import say
 
 COMMANDS = (
@@ -42,6 +44,8 @@ COMMANDS = (
     | Annotated[Push, tyro.conf.subcommand("push")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
+TRAIN = ("train", "finetune", "run", "host", "join", "up")
+"""Commands that a scheduler ends with SIGTERM, and whose last words somebody reads."""
 DESCRIPTION = """Train one PyTorch model on whatever machines people bring.
 
 Start with `potluck demo`. Then `potluck finetune MODEL DATA` for a model of Hugging Face on your rows,
@@ -50,16 +54,28 @@ own model. `potluck host RECIPE` prints a line with which any other machine join
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if arguments in (["--version"], ["-V"]):
+    if sys.argv[1:] in (["--version"], ["-V"]):
         print(f"potluck {__version__}")
         return
-    ours, scripts = _split(arguments)
+    with end_on_sigterm() if sys.argv[1:2] and sys.argv[1] in TRAIN else nullcontext():
+        try:
+            let_through()
+            code = _main()
+        except PotluckError as error:
+            say(str(error))
+            code = error.exit_code
+        except KeyboardInterrupt:
+            code = Interrupted.exit_code
+    end_process(code)
+
+
+def _main() -> int:
+    ours, scripts = _split(sys.argv[1:])
     if ours and not ours[0].startswith("-") and ours[0] not in (names := _names()):
         near = difflib.get_close_matches(ours[0], names, n=1)
         hint = f" Did you mean potluck {near[0]}?" if near else ""
         say(f"There is no command {ours[0]!r}.{hint} There are: {', '.join(names)}.")
-        sys.exit(ConfigError.exit_code)
+        return ConfigError.exit_code
     command = tyro.cli(
         COMMANDS,
         args=ours or ["--help"],
@@ -67,14 +83,7 @@ def main() -> None:
         description=DESCRIPTION,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    try:
-        code = command(*scripts) if isinstance(command, Run | Join | Up) else command()
-    except PotluckError as error:
-        say(str(error))
-        code = error.exit_code
-    except KeyboardInterrupt:
-        code = 130
-    end_process(code)
+    return command(*scripts) if isinstance(command, Run | Join | Up) else command()
 
 
 def _names() -> list[str]:

@@ -425,6 +425,8 @@ class EventFile:
         self._end_torn_line(path)
 
     def __call__(self, event: Event, at: float | None = None) -> None:
+        if self._file.closed:  # its owner is done with it: because a disk is full, say, which was told already
+            return
         try:
             self._file.write(json.dumps(record_of(event, at), allow_nan=False) + "\n")
             self._file.flush()

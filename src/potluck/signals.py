@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+from potluck.errors import Interrupted
+
 END = (signal.SIGINT, signal.SIGTERM, *([signal.SIGBREAK] if hasattr(signal, "SIGBREAK") else []))
 """Ctrl-C, and what the system sends when it wants a process to end."""
 
@@ -22,6 +24,35 @@ def handling(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iterat
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
+
+
+def end_on_sigterm() -> AbstractContextManager[None]:
+    """Within it, SIGTERM ends this process with a sentence, wherever nothing else answers it."""
+
+    def end(number: int) -> None:
+        raise Interrupted("Stopped by SIGTERM.")
+
+    return handling((signal.SIGTERM,), end)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """A program that is started within it gets Ctrl-C and SIGTERM once it calls let_through(), and not before: while
+    Python starts and imports, they would end it without a word, or with a stack of frames."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, END)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+
+
+def let_through() -> None:
+    """Call it as soon as there is somebody to answer signals."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, END)
 
 
 _asked: set[int] = set()

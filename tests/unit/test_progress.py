@@ -183,6 +183,15 @@ def test_events_survive_a_crash_and_have_no_nan(tmp_path: Path) -> None:
     assert math.isnan(records[-1]["loss"])
 
 
+def test_what_happens_after_a_file_of_events_was_closed_is_in_no_file_and_no_fault(tmp_path: Path) -> None:
+    """As where a disk is full: the run ends, and its last events come after the file is closed."""
+    file = EventFile(tmp_path / "events.jsonl")
+    file(done(1, 1.0))
+    file.close()
+    file(done(2, 1.0))
+    assert [record["step"] for record in read_events(tmp_path / "events.jsonl")] == [1]
+
+
 def test_numbers_that_are_not_finite_come_back_as_numbers_and_words_as_words(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     file = EventFile(path)

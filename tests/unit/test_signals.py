@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,11 @@ import pytest
 
 from potluck import signals
 from potluck.environment import IGNORED
+from potluck.errors import Interrupted
+from potluck.fleet.invite import INVITE, Identity
+from potluck.launch.processes import start_worker
 from potluck.signals import on_interrupt
+from potluck.system import signal_apart
 
 
 @pytest.fixture
@@ -70,3 +75,41 @@ def test_a_worker_passes_over_what_its_parent_answers_and_can_end_what_it_starts
     environment = os.environ | {IGNORED: " SIGTERM SIGUSR1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{-signal.SIGTERM}\n", done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_that_is_told_to_go_while_it_starts_goes_without_a_stack_of_frames(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(INVITE, "potluck://127.0.0.1:1/none")
+    (tmp_path / "own.py").write_text("import time; time.sleep(60)")
+    read_end, write_end = os.pipe()
+    worker = start_worker(0, [str(tmp_path / "own.py")], dict(os.environ), tmp_path, read_end)
+    signal_apart(worker.process, number)  # Python has not begun to import anything of ours
+    assert worker.process.wait(60) == Interrupted.exit_code
+    os.close(read_end)
+    os.close(write_end)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_joiner_that_is_ended_before_it_has_reached_a_host_says_so(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        invite = Identity.load_or_make(tmp_path / "identity").invite(*silent.getsockname(), encrypted=True)
+        (tmp_path / "invite").write_text(invite.line())
+        command = [sys.executable, "-m", "potluck.cli", "join", "--fetch-base", str(tmp_path / "invite")]
+        joiner = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        reached, _ = silent.accept()
+        joiner.send_signal(signal.SIGTERM)
+        _, said = joiner.communicate(timeout=60)
+        reached.close()
+    assert joiner.returncode == Interrupted.exit_code and said == "potluck: Stopped by SIGTERM.\n"
+
+
+def test_what_is_sent_while_a_program_starts_comes_once_it_can_answer() -> None:
+    answer = "import signal; signal.signal(15, lambda *_: print('heard')); from potluck import signals"
+    with signals.held_back():
+        child = subprocess.Popen([sys.executable, "-c", f"{answer}; signals.let_through()"], stdout=-1, text=True)
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(timeout=60) == ("heard\n", None) and child.returncode == 0
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

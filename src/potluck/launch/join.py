@@ -17,6 +17,7 @@ from potluck.fleet.base_folder import fetch_base
 from potluck.fleet.invite import INVITE, Invite, read_invite
 from potluck.launch.control import controlled
 from potluck.launch.stay import Stay, Terms
+from potluck.signals import held_back
 from potluck.system import HAS_GROUPS
 from potluck.train.arguments import FILES_ASKED, WorkersConfig, base_setting, data_setting
 from potluck.words import say
@@ -105,4 +106,5 @@ def hide_invite(line: str, argument: str) -> None:
     """Starts this command again without the secret among its arguments, which every user of the machine can read."""
     os.environ[INVITE] = line
     arguments = [HIDDEN if word == argument else word for word in sys.argv[1:]]
-    os.execv(sys.executable, [sys.executable, "-m", "potluck.cli", *arguments])
+    with held_back():
+        os.execv(sys.executable, [sys.executable, "-m", "potluck.cli", *arguments])

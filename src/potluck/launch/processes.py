@@ -25,7 +25,7 @@ from potluck.files import write_whole
 from potluck.fleet.invite import INVITE
 from potluck.link.ranks import NODE, RANKS, Request
 from potluck.save.memory import MEMORY, Recovery, Start, first_start
-from potluck.signals import Interrupts
+from potluck.signals import Interrupts, held_back
 from potluck.system import KILL, heard_by, signal_apart, start_apart
 from potluck.train.arguments import WorkersConfig
 from potluck.waiting import POLL_S, wait_until
@@ -174,13 +174,14 @@ def start_worker(
     place = 0 if is_alone else first + rank
     environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(place), LAST_WORDS: str(last_words)}
     speaks_freely = rank == 0 or is_alone  # it has the terminal; the others' lines are marked with their rank
-    process = subprocess.Popen(
-        [sys.executable, "-m", "potluck.launch.worker", *command],
-        env=environment,
-        stdout=None if speaks_freely else subprocess.PIPE,
-        stderr=None if speaks_freely else subprocess.STDOUT,
-        **start_apart(read_end),  # Ctrl-C reaches us alone, and we pass it on exactly once
-    )
+    with held_back():
+        process = subprocess.Popen(
+            [sys.executable, "-m", "potluck.launch.worker", *command],
+            env=environment,
+            stdout=None if speaks_freely else subprocess.PIPE,
+            stderr=None if speaks_freely else subprocess.STDOUT,
+            **start_apart(read_end),  # Ctrl-C reaches us alone, and we pass it on exactly once
+        )
     forwarder = None
     if process.stdout is not None:
         forwarder = threading.Thread(target=_forward, args=(process.stdout, f"{of}{rank}"), daemon=True)

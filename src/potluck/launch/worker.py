@@ -19,24 +19,34 @@ from potluck.environment import IGNORED, LAST_WORDS, PARENT_PIPE
 from potluck.errors import Interrupted, PotluckError, WorkerLost
 from potluck.fleet.invite import INVITE
 from potluck.save.memory import clear_away
+from potluck.signals import let_through
 
 
 def main() -> None:
+    try:
+        code = _main()
+    except KeyboardInterrupt:  # another one, while the first was being answered
+        code = Interrupted.exit_code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _exit(code)
+
+
+def _main() -> int:
     _end_with_parent()
     _hear_early()
-    code = 0
     try:
+        let_through()  # what came while Python was starting comes now
         _run(sys.argv[1:])
     except PotluckError as error:
         _leave_words(f"potluck: {error}")
-        code = error.exit_code
+        return error.exit_code
     except KeyboardInterrupt:
-        code = Interrupted.exit_code
+        return Interrupted.exit_code
     except SystemExit as error:
-        code = _exit_code(error)
+        return _exit_code(error)
     except Exception as error:
-        code = _tell_of(error)
-    _exit(code)
+        return _tell_of(error)
+    return 0
 
 
 def _run(arguments: list[str]) -> None:
