@@ -98,7 +98,7 @@ class StepDone(Event):
     samples: float
     """What this step's mean was over, in the run's unit."""
     loss: float
-    """The mean over its samples."""
+    """The mean over its samples, but for those of plain peers that send parts, which report none."""
     lr: float
     """The learning rate of the first group of the optimizer."""
     grad_norm: float
@@ -249,6 +249,8 @@ class WorkerWent(Event):
     """It said so before it went, and nothing was computed again."""
     workers: int
     """How many are left."""
+    owed: bool = False
+    """It had a part of the step under way, which the others compute again."""
 
 
 class Recovered(Event):

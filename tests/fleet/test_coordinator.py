@@ -18,6 +18,7 @@ from potluck.events import (
     CheckpointFailed,
     CheckpointSaved,
     EpochDone,
+    Noticed,
     Stalled,
     Validated,
     WentBack,
@@ -361,6 +362,25 @@ def test_a_sponsor_that_dies_is_replaced_by_another() -> None:
     assert [came.name for came in run.told(WorkerCame)] == ["w0", "w1", "new"]
 
 
+def test_a_state_of_an_earlier_step_than_was_asked_for_is_refused() -> None:
+    """A newcomer would never catch up with it: the averages since are not kept."""
+    run = Fleet(workers=2)
+    run.run_until(lambda: run.standing().step >= 2)
+    line = run.stranger()
+    for message in (hello("new"), ready()):
+        line.send(message)
+    run.run_until(lambda: bool(run.core.transfers.under_way))
+    ((number, transfer),) = run.core.transfers.under_way.items()
+    assert transfer.sponsor is not None
+    begin = StateBegin(number, transfer.step - 1, '[["state", 120]]')
+    effects = run.core.on_message(run.clock.now, transfer.sponsor, begin)
+    refusal = effects[0]
+    assert isinstance(refusal, Send) and isinstance(refusal.message, Refusal) and refusal.peer == transfer.sponsor
+    assert f"of step {transfer.step - 1}, and {transfer.step} was asked for" in refusal.message.sentence
+    ((_, again),) = run.core.transfers.under_way.items()
+    assert again.to == transfer.to and again.sponsor != transfer.sponsor
+
+
 def test_a_newcomer_that_dies_while_catching_up_is_forgotten() -> None:
     faults = FaultScript().kill("new", at_step=0, phase="catching up")
     run = Fleet(workers=2, faults=faults)
@@ -484,6 +504,21 @@ def test_without_a_checkpoint_it_begins_anew() -> None:
     assert faults.fired == ["kill w0"]
     assert second.slices_computed[0] == (1, 0)
     assert run.restores == 1
+
+
+def test_a_run_that_went_back_to_its_start_says_for_how_many_it_waits() -> None:
+    faults = FaultScript().kill("w0", at_step=3).kill("w1", at_step=3)
+    run = Fleet(workers=2, faults=faults)
+    run.run_until(lambda: not run.is_anybody_alive)
+    assert not run.told(Noticed)
+    run.add("second")
+    run.run_until(lambda: bool(run.told(Noticed)))
+    run.run_for(2 * PATIENCE_S)
+    (said,) = run.told(Noticed)
+    assert run.told(WentBack) and "waits for 2 workers" in said.sentence and "1 more has to join" in said.sentence
+    run.add("third")
+    run.finish()
+    assert len(run.told(Noticed)) == 1
 
 
 def test_a_run_waits_patience_for_those_who_hold_its_weights() -> None:
@@ -1346,6 +1381,35 @@ def test_a_plain_peer_gets_a_range_and_its_mean_is_weighed_by_it() -> None:
     effects = effects_of(core, (2, hello()), (2, ready()))
     assert Send(1, ShardAssignment(1, 0, 8)) in effects
     assert Expect(1, 1, ((0, 4),), (8 * 0.25,)) in effects
+
+
+def test_it_is_said_once_that_a_plain_peer_which_sends_parts_reports_no_loss() -> None:
+    run = Fleet(workers=1, plain_peers=True, at_least=2)
+    run.add_plain("plain")
+    run.finish()
+    (said,) = run.told(Noticed)
+    assert "plain sends its gradient in parts" in said.sentence and "of the other workers' rows" in said.sentence
+
+
+def test_a_plain_peer_that_is_turned_away_is_not_told_as_lost() -> None:
+    run = Fleet(workers=0, plain_peers=True)
+    run.add_plain("plain")
+    run.run_until(lambda: run.member("plain") is not None)
+    run.add("w0", description=described(policy="async", settings=settings_of(Async())))
+    run.run_until(lambda: bool(run.told(WorkerWent)))
+    (went,) = run.told(WorkerWent)
+    assert went.name == "plain" and went.polite and not went.owed and "under sync alone" in went.reason
+
+
+@pytest.mark.parametrize("at_least", [2, 3])
+def test_only_of_one_that_had_a_part_it_is_said_that_others_compute_that_again(at_least: int) -> None:
+    run = Fleet(workers=2, at_least=at_least, slice_s=0.5)
+    run.run_until(lambda: len(run.core.membership.ready) == 2)
+    run.run_for(0.1)
+    run.workers["w1"].kill()
+    run.run_until(lambda: bool(run.told(WorkerWent)))
+    (went,) = run.told(WorkerWent)
+    assert not went.polite and went.owed == (at_least == 2)
 
 
 def test_a_plain_peers_bad_gradient_does_not_disturb_its_loss() -> None:

@@ -144,6 +144,23 @@ def test_a_worker_where_nobody_listens_hears_so_in_the_end(monkeypatch: pytest.M
         helper(Invite("127.0.0.1", port, "", None), []).connect()
 
 
+def test_a_worker_whose_first_words_end_another_server_hears_that_it_is_no_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the published GradientServer ends at a message that it does not know."""
+    monkeypatch.setattr(host_connector, "NOBODY_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as connection:
+                listener.close()
+                connection.recv(1)
+
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ConfigError, match=r"closed the connection at this worker's first words.* no potluck host"):
+            helper(Invite("127.0.0.1", listener.getsockname()[1], "", None), []).connect()
+
+
 @contextlib.contextmanager
 def forwarder() -> Iterator[int]:
     """As `ssh -L` to a host that has ended: connections are taken, and closed. Gives its port."""

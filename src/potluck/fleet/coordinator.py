@@ -226,6 +226,7 @@ class Coordinator(CoordinatorState):
             reason=member.goodbye or why,
             polite=member.leaving or self.finished is not None,
             workers=len(self.membership.ready),
+            owed=bool(member.nodes),
         )
         effects: list[Effect] = [Emit(went), *self._hold_off(member)]
         effects += self.transfers.on_gone(peer)

@@ -62,7 +62,7 @@ class HostConnector:
 
     def connect(self, patience_s: float, *, again: bool) -> tuple[Pipe, Welcome]:
         """Waits that grow, and differ from worker to worker. `again`: this worker has been in."""
-        started, told, closes = time.monotonic(), "", 0
+        started, told, closes, was_closed = time.monotonic(), "", 0, False
         if self.invite.is_open and not again:
             self.say(
                 f"INSECURE: the way to {self.invite.host} is not encrypted. Anybody on it can read and change what is"
@@ -74,8 +74,9 @@ class HostConnector:
             except (OSError, ssl.SSLError) as error:
                 waited = time.monotonic() - started
                 closes = closes + 1 if isinstance(error, _ClosedInSilence) else 0
+                was_closed |= closes > 0
                 if not again:
-                    self._check_invite(error, closes, waited)
+                    self._check_invite(error, closes, waited, was_closed=was_closed)
                 if waited > GIVE_UP * patience_s:
                     raise WorkerLost(f"The host has not been back for {waited:.0f} s: {error}.") from None
                 is_held_off = isinstance(error, HeldOff)
@@ -85,8 +86,9 @@ class HostConnector:
                 time.sleep(self._backoff_s * self._draw.uniform(0.5, 1.0))
                 self._backoff_s = min(LONGEST_HELD_OFF_S if is_held_off else LONGEST_WAIT_S, self._backoff_s * 2)
 
-    def _check_invite(self, error: OSError, closes: int, waited: float) -> None:
-        """Of a worker that has never been in: what is wrong may be what it was given."""
+    def _check_invite(self, error: OSError, closes: int, waited: float, *, was_closed: bool) -> None:
+        """Of a worker that has never been in: what is wrong may be what it was given. `was_closed`: somebody was there
+        before, and closed the connection after this worker's first words."""
         if closes >= SILENT_CLOSES and self.invite.secret:
             raise ConfigError(
                 "The host closed the connection without a word, again and again: the invite's secret is not (or no"
@@ -97,6 +99,11 @@ class HostConnector:
             begin = f"Nobody listens at {where}."
             if not isinstance(error, ConnectionRefusedError):
                 begin = f"Nobody listens behind {where}: connections are taken there, and closed at once."
+            elif was_closed:
+                begin = (
+                    f"Who listened at {where} closed the connection at this worker's first words, and nobody listens"
+                    " there since. It has ended, or is no potluck host: a worker joins no other server."
+                )
             raise ConfigError(f"{begin} Is the host running, and is the invite its newest?") from None
 
     def _trouble(self, error: OSError) -> str:

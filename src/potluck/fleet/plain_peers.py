@@ -76,6 +76,8 @@ class PlainPeers:
         return [effect for peer in plain for effect in self._turn_away(peer, why)]
 
     def _turn_away(self, peer: int, why: str) -> list[Effect]:
-        """It knows no message to hear why; the host's log has it."""
+        """It knows no message to hear why; the host's log has it. It is not lost: it does as it is told."""
         self.run.refused["plain peer"] += 1
+        if (member := self.run.membership.members.get(peer)) is not None:
+            member.leaving = True
         return [Send(peer, Shutdown()), *self.run.close(peer, why)]

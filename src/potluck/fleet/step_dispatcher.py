@@ -32,6 +32,7 @@ from potluck.fleet.effects import (
 )
 from potluck.fleet.ledger import prove
 from potluck.fleet.membership import WorkerRecord, slices_of
+from potluck.fleet.notices import Notices
 from potluck.fleet.planning import Slice, StepPlan, StepPlanner, StepUnderWay
 from potluck.fleet.tree import Node, cover, decide_quotas, tell_slices
 from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
@@ -52,6 +53,7 @@ class StepDispatcher:
         """What follows it, with overlap: workers have it already, and continue with it while this one is agreed on."""
         self._records: dict[int, StepRecord] = {}
         """Steps that are committed, and not yet reported as applied."""
+        self._notices = Notices(run, at_least)
 
     # Handing out
 
@@ -63,7 +65,7 @@ class StepDispatcher:
         if run.paused and self._next is None:  # what workers have in hand is still taken
             return []
         if run.stopping if standing.step else len(ready) < self._at_least:
-            return []
+            return self._notices.tell_waiting()
         working = self._working(standing.step + 1)
         if not any(not m.plain for m in working):
             return []
@@ -421,6 +423,7 @@ class StepDispatcher:
         run.leaders[under.step] = holders[0].worker_id if holders else 0
         run.leaders.pop(under.step - 3, None)
         effects: list[Effect] = [Record(record), *self._tell_committed(under, record, epoch)]
+        effects += self._notices.tell_committed(under)
         if epoch is not None:
             effects.append(Emit(epoch))
         if run.stopping:

@@ -107,6 +107,12 @@ class Transfers:
                 f"StateBegin announces {total:,} bytes of step {begin.step}; the state of this run's model has at most"
                 f" {most:,}, and its last step is {run.latest}.",
             )
+        if whose is self and begin.step < self.under_way[begin.transfer].step:
+            asked = self.under_way[begin.transfer].step
+            sentence = (
+                f"StateBegin is of step {begin.step}, and {asked} was asked for: answer once you have applied it."
+            )
+            return run.refuse(member.peer, "illegal", sentence)
         self.unpaid.pop((member.peer, begin.transfer), None)
         return [whose.begin(member, begin, total), Send(member.peer, StateMore(begin.transfer, CHUNKS_AHEAD))]
 

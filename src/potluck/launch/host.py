@@ -340,7 +340,6 @@ class _Host:
 
     def _notice(self, sentence: str) -> None:
         self.events.emit(Noticed(sentence=sentence))
-        self._say(sentence)
 
     def _print(self, text: str) -> None:
         self.terminal.call(partial(print, text, flush=True))
@@ -362,6 +361,8 @@ class _Host:
                     self._say(f"{event.name} is a plain peer. {sentence}")
             case Validated():
                 self.validation = event
+            case Noticed():
+                self._say(event.sentence)
 
     def _on_step(self, record: StepRecord, lr: float, norm: float, fault: str) -> None:
         """The first worker has applied a committed step."""

@@ -36,7 +36,8 @@ def _went(event: Record) -> tuple[str, str]:
     now = f"{plural(int(event['workers']), 'worker')} now."
     if event["polite"]:
         return "plain", f"{event['name']} left; {now}"
-    return "bad", f"{event['name']} is lost ({event['reason']}); the others compute its part again; {now}"
+    again = "the others compute its part again; " if event.get("owed") and event["workers"] else ""
+    return "bad", f"{event['name']} is lost ({event['reason']}); {again}{now}"
 
 
 def _went_back(event: Record) -> tuple[str, str]:

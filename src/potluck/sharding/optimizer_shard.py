@@ -41,7 +41,8 @@ class OptimizerShard:
 
     @classmethod
     def for_rank(cls, rank: int, world_size: int, total_params: int) -> "OptimizerShard":
-        """Equal shares; the first `total_params % world_size` ranks own one more."""
+        """Equal shares; the first `total_params % world_size` ranks own one more. The published code does the
+        same, though its page says that the last shard absorbs any remainder."""
         if world_size < 1:
             raise ValueError(f"a world needs at least one rank, not {world_size}")
         return cls.for_weights(rank, [1] * world_size, total_params)

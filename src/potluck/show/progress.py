@@ -91,11 +91,8 @@ class Progress:
             case WorkerCame():
                 self.say(f"{event.name} joined ({event.kind}); {plural(event.workers, 'worker')} now.", style="cyan")
             case WorkerWent():
-                how = (
-                    f"left ({event.reason})"
-                    if event.polite
-                    else f"is lost ({event.reason}); the others compute its part again"
-                )
+                again = "; the others compute its part again" if event.owed and event.workers else ""
+                how = f"left ({event.reason})" if event.polite else f"is lost ({event.reason}){again}"
                 self.say(f"{event.name} {how}; {plural(event.workers, 'worker')} now.", style="yellow")
             case WentBack():
                 lost = event.from_step - event.step
