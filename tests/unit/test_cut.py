@@ -666,8 +666,6 @@ class WithForeignParameter(Tied):
     [
         (nn.Linear(6, 6), "Linear cannot be cut into stages: it is no nn.Sequential"),
         (nn.Sequential(nn.Linear(6, 6)), "a single layer"),
-        (WithSkip(), "What runs after the layers uses what layer blocks.0 gave, past the layers between them"),
-        (WithAllAtTheEnd(), "What runs after the layers uses what layer blocks.0 gave, past the layers between them"),
         (WithFirstTwice(), "runs out of turn"),
         (WithHiddenWay(), "Cut into stages the model gives another loss than whole"),
         (

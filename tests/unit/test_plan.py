@@ -179,7 +179,7 @@ def altered_layer(**changes: object) -> str:
         ("[" * 100_000, "This is no plan of stages"),
         ("[]", "is a table of fields"),
         ("{}", "has no field"),
-        (altered(format=1), "has format 1, and we read format 2"),
+        (altered(format=1), "has format 1, and we read format 3"),
         (altered(more=1), "a field too many: more"),
         (altered(cuts=[3]), "not before 3"),
         (altered(cuts=["1"]), "not before '1'"),

@@ -7,7 +7,7 @@ Knows nothing of who is at the other end: `start_sum` is handed in.
 """
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -143,11 +143,16 @@ class GradBuckets:
         """For each parameter in bucket order: whether this rank's backwards gave it a gradient."""
         return [arrived for bucket in self.buckets for arrived in bucket.arrived]
 
-    def drop(self, used: list[bool], always_used: Set[str] = frozenset()) -> None:
+    @property
+    def parameter_names(self) -> list[str]:
+        """In bucket order."""
+        return [self.names[id(parameter)] for bucket in self.buckets for parameter in bucket.parameters]
+
+    def drop(self, used: list[bool]) -> None:
         """No gradient for what no rank used, as in one process: an optimizer must not decay or move it."""
         parameters = (parameter for bucket in self.buckets for parameter in bucket.parameters)
         for parameter, was_used in zip(parameters, used, strict=True):
-            if not was_used and self.names[id(parameter)] not in always_used:
+            if not was_used:
                 parameter.grad = None
 
     def reset(self) -> None:

@@ -80,8 +80,10 @@ class Replica:
     steps_whole = False
     """Whether what the optimizer keeps of some parameters lies with one of the ranks that split them."""
 
-    always_used: Set[str] = frozenset()
-    """Parameters that have a gradient in every step, such as a weight that another stage has too, and may have used."""
+    tied_names: Set[str] = frozenset()
+    """Parameters that other stages have too: where one of them has used it, all have its gradient."""
+    used_in_stages: Set[str] = frozenset()
+    """Those of them that any stage of this pipeline has used in this step."""
     part: "Sharded | None" = None
     """What this worker holds, if that is a stage of a model; a replica that is split otherwise says so itself."""
 
@@ -353,14 +355,29 @@ class Replica:
     def drop_unused(self) -> None:
         """Parameters that no rank used get no gradient, as in one process. A collective where there are several."""
         if self._buckets is None:
+            for parameter in self.trained if self.tied_names else ():
+                if self.names[id(parameter)] in self.tied_names - self.used_in_stages:
+                    parameter.grad = None
             return
-        used = torch.tensor(self._buckets.arrivals(), dtype=torch.int32)
+        names = self._buckets.parameter_names
+        arrived = zip(self._buckets.arrivals(), names, strict=True)
+        used = torch.tensor([here or name in self.used_in_stages for here, name in arrived], dtype=torch.int32)
         self._together.start_sum(used).wait()
-        self._buckets.drop(used.bool().tolist(), self.always_used)
+        self._buckets.drop(used.bool().tolist())
 
     @property
     def has_unused(self) -> bool:
-        return self._buckets is not None and not all(self._buckets.arrivals())
+        if self._buckets is None:
+            return not self.tied_names <= self.used
+        return not all(self._buckets.arrivals())
+
+    @property
+    def used(self) -> Set[str]:
+        """Parameters that got a gradient in this step: on this rank, or already known to on another."""
+        if self._buckets is not None:
+            arrived = zip(self._buckets.arrivals(), self._buckets.parameter_names, strict=True)
+            return {name for here, name in arrived if here}
+        return {self.names[id(parameter)] for parameter in self.trained if parameter.grad is not None}
 
     def norm(self) -> Tensor:
         """The norm of the whole gradient, as it stands."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -169,7 +169,7 @@ class ShardedReplica(Replica):
         self.sharded.start_sums()
 
     def finish(self) -> float:
-        self.sharded.always_used = self.always_used
+        self.sharded.tied_names = self.tied_names
         started = time.perf_counter()
         self.sharded.finish()
         if self._turns.count > 1:
@@ -179,11 +179,16 @@ class ShardedReplica(Replica):
         return time.perf_counter() - started
 
     def drop_unused(self) -> None:
+        self.sharded.used_in_stages = self.used_in_stages
         self.sharded.drop_unused()
 
     @property
     def has_unused(self) -> bool:
-        return self.sharded.has_unused
+        return self.sharded.has_unused or not self.tied_names <= self.used
+
+    @property
+    def used(self) -> Set[str]:
+        return self.sharded.used
 
     def norm(self) -> Tensor:
         return self.sharded.norm()

@@ -45,7 +45,7 @@ from potluck.stages.channel import Channel
 from potluck.stages.cut import CutStage, cut, give_up_foreign
 from potluck.stages.direct import GroupChannel
 from potluck.stages.pipeline import PipelineRunner
-from potluck.stages.plan import Plan, count_sent
+from potluck.stages.plan import Plan
 from potluck.stages.protocol import Stages
 from potluck.stages.schedule import forward_only, plan_orders
 from potluck.store.sessions import Tenant
@@ -176,13 +176,13 @@ class StagedLayers:
         give_up_foreign(stages)
         self._ties = Ties(own, places)
         replica = make_replica(run, self, rounds.nodes, own, optimizer)
-        replica.always_used = self._ties.names
+        replica.tied_names = self._ties.names
         firsts, rank = self._ties.is_first_of, run.link.rank
         together = run.link.world if run.composition.splits_all else places.size
         self._part = replica.part = StageShard(replica, held, firsts, rank=rank % together, world=together)
         self._own = StageShard(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
         self._work = {stage.index: _Work(stage, replica, lambda: run.samples_per_gradient) for stage in stages}
-        widths = [count_sent(plan.layers[cut - 1].output or {"value": None}) for cut in plan.cuts]
+        widths = [plan.layers[cut - 1].sends for cut in plan.cuts]
         self._runner = PipelineRunner(self._work, widths, self._make_channel())
         run.layout = planner.describe(plan)
         return replica
@@ -244,12 +244,16 @@ class StagedLayers:
 
     def reduce(self, replica: Replica) -> tuple[float, float, float]:
         run = self._run
+        used = replica.used if self._ties.shared else frozenset()  # before what is not gets zeros, to be added to
         wait_s = replica.finish()
         started = time.perf_counter()
         self._ties.add_up(self._part, self._runner.channel, self._pass)
         own, loss_sum = torch.stack([replica.norm().to(run.device), run.tally.loss_sum]).tolist()
-        told = self.places.stage_group.gather_rows([own, self._ties.counted_elsewhere(self._part)])
-        norm = norm_of_stages(*zip(*told, strict=True))
+        mine = [own, self._ties.counted_elsewhere(self._part), *(float(name in used) for name in self._ties.shared)]
+        norms, counted, *uses = zip(*self.places.stage_group.gather_rows(mine), strict=True)
+        norm = norm_of_stages(norms, counted)
+        # As in one process, a weight that no stage has used gets no gradient: an optimizer must not decay or move it.
+        replica.used_in_stages = {name for name, by in zip(self._ties.shared, uses, strict=True) if any(by)}
         return wait_s + time.perf_counter() - started, norm, loss_sum
 
     def times(self, busy_s: float, optimizer_s: float) -> tuple[float, float]:

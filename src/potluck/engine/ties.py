@@ -4,6 +4,7 @@ Each stage steps its own copy, on the sum of all stages' gradients; so all copie
 """
 
 import json
+from collections import Counter
 
 from torch import Tensor, nn
 
@@ -23,6 +24,9 @@ class Ties:
         names = [name for name, _ in state_held_by(own)]
         trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
         told = [set(json.loads(data)) for data in places.stage_group.gather_bytes(json.dumps(names).encode())]
+        counts = Counter(name for theirs in told for name in theirs)
+        self.shared = sorted(name for name, count in counts.items() if count > 1)
+        """What any two stages have, the same list on each of them."""
         for name in names:
             holders = [place for place, theirs in enumerate(told) if name in theirs]
             self.is_first_of[name] = holders[0] == self._place
@@ -31,7 +35,7 @@ class Ties:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of those that are tied and trained. A stage that has not used one in a step steps it with the others."""
+        """Of those that are tied and trained. Where one stage has used one in a step, all of them step it."""
         return frozenset(self._holders)
 
     def add_up(self, part: StageShard, channel: Channel, step: int) -> None:

@@ -16,7 +16,10 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
             children = list(module)
-            real = [child for child in children if not getattr(child, "stands_in", False)]
+            # A stage is left in the middle of what holds its layers, so that this is no block: its forward never ends.
+            real = [
+                child for child in children if not getattr(child, "stands_in", getattr(child, "holds_layers", False))
+            ]
             parameters = sum(p.numel() for p in module.parameters())
             alike = len({type(child) for child in real}) == 1
             if alike and len(children) >= 2 and parameters and len(real) > len(best):

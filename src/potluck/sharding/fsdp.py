@@ -379,7 +379,14 @@ class FullySharded(Sharded):
 
     @property
     def used(self) -> Set[str]:
-        return self._units.used if self._units is not None else self.split.keys()
+        if self._units is not None:
+            return self._units.used
+        pairs = zip(self.runs, self._sources, strict=True)
+        return {run.span.name for run, source in pairs if source.grad is not None}
+
+    def drop_unused(self) -> None:
+        """Of those that other stages have too. What else no rank has used has no gradient since finish()."""
+        self._idle = self.tied_names - self.used_in_stages
 
     @torch.no_grad()
     def load(self, gradients: Sequence[Tensor | None]) -> None:
@@ -397,7 +404,7 @@ class FullySharded(Sharded):
             self._lent.finish()
         for run, source in zip(self.runs, self._sources, strict=True):
             name = run.span.name
-            if name in self.always_used:
+            if name in self.tied_names:
                 source.grad = torch.zeros_like(source) if source.grad is None else source.grad
             elif self._units is not None and name not in self._units.used:
                 source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
@@ -414,7 +421,7 @@ class FullySharded(Sharded):
         self._forget()
 
     def _forget(self) -> None:
-        self._is_loaded = False
+        self._is_loaded, self._idle = False, frozenset()
         for run, source in zip(self.runs, self._sources, strict=True):
             run.parameter.grad = source.grad = None
         self._summed.clear()

@@ -65,8 +65,10 @@ class Sharded:
     """Whether every rank has to run as many backwards as the others, since they talk in each."""
     asks: bool = True
     """Whether step() asks the other ranks what they have used; an engine knows when nobody need ask."""
-    always_used: Set[str] = frozenset()
-    """Parameters that have a gradient in every step, such as a weight that another stage has too, and may have used."""
+    tied_names: Set[str] = frozenset()
+    """Parameters that other stages have too: where one of them has used it, all have its gradient."""
+    used_in_stages: Set[str] = frozenset()
+    """Those of them that any stage of this pipeline has used in this step."""
     _idle: Set[str] = frozenset()
     """Parameters that no rank has used in this step."""
     gathers: bool = False
@@ -189,9 +191,10 @@ class Sharded:
 
     def _forget_unused(self, names: Sequence[str], used: Sequence[bool]) -> None:
         """`used`: for each of these parameters, whether this rank has."""
-        counts = torch.tensor(used, dtype=torch.int32)
+        anywhere = [here or name in self.used_in_stages for name, here in zip(names, used, strict=True)]
+        counts = torch.tensor(anywhere, dtype=torch.int32)
         self.collectives.start_sum(counts).wait()
-        self._idle = {n for n, count in zip(names, counts.tolist(), strict=True) if not count} - self.always_used
+        self._idle = {n for n, count in zip(names, counts.tolist(), strict=True) if not count}
 
     def _step_used(self) -> None:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""

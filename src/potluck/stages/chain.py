@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigError
 from potluck.stages.forms import tensors_in
+from potluck.stages.seats import shallow
 from potluck.tensor_bytes import raw
 
 
@@ -30,8 +31,11 @@ class Chain:
     """What else the holders hold: other modules, and parameters of their own."""
 
 
-def find_chain(model: nn.Module) -> Chain:
-    """Of an nn.Sequential its children, else the blocks: the list of layers that holds most of the parameters."""
+def find_chain(model: nn.Module, *, every: bool = False) -> Chain:
+    """Of an nn.Sequential its children, else the blocks: the list of layers that holds most of the parameters.
+
+    `every`: all lists, one after the other, in the order in which the model has them.
+    """
     if is_sequential(model):
         names = _flat(model, "")
     else:
@@ -43,7 +47,8 @@ def find_chain(model: nn.Module) -> Chain:
                 " of at least two layers of one class and no nn.Sequential. Arrange its layers so."
             )
         sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in lists}
-        names = lists[max(sizes, key=sizes.__getitem__)]
+        largest = max(sizes, key=sizes.__getitem__)
+        names = [name for each in lists.values() for name in each] if every else lists[largest]
     if len(names) < 2:
         raise ConfigError(f"{type(model).__name__} has a single layer, and cannot be cut into stages.")
     return chain_of(model, names)
@@ -60,12 +65,12 @@ def chain_of(model: nn.Module, names: list[str]) -> Chain:
             child = module._modules.get(step)
             if child is None:
                 raise ConfigError(f"The model has no layer {name}: the plan is of another model.")
-            module = child
+            holder, module = module, child
             if depth < len(steps) - 1:
                 holders[".".join(steps[: depth + 1])] = module
+        if any(module is earlier for earlier in modules.values()):
+            module = holder._modules[steps[-1]] = _another(module, name)
         modules[name] = module
-    if len({id(module) for module in modules.values()}) < len(modules):
-        raise ConfigError("A layer that is in the chain twice cannot be cut from itself. Give each place its own.")
     if both := modules.keys() & holders.keys():
         raise ConfigError(f"The plan has {min(both)} both as a layer and as what holds layers.")
     parts: dict[str, nn.Module | nn.Parameter] = {}
@@ -82,6 +87,16 @@ def chain_of(model: nn.Module, names: list[str]) -> Chain:
             else:
                 parts[where] = one
     return Chain(modules, holders, parts)
+
+
+def _another(module: nn.Module, name: str) -> nn.Module:
+    """A layer that is in the chain several times: another object for this place, with the same parameters."""
+    if any(key not in each._non_persistent_buffers_set for each in module.modules() for key in each._buffers):
+        raise ConfigError(
+            f"{name} is in the chain twice, and has buffers: cut into stages, each place would change its own. Give"
+            " each place a layer of its own; they may share parameters."
+        )
+    return shallow(module, type(module))
 
 
 def is_sequential(module: nn.Module) -> bool:

@@ -16,8 +16,8 @@ from torch import nn
 
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, chain_of, left_alone, parameters_of, seats_of_buffers
-from potluck.stages.forms import Crossing, Way
-from potluck.stages.plan import Layer, Plan, count_sent
+from potluck.stages.forms import Crossing, Way, forms_of, renumbered
+from potluck.stages.plan import Layer, Plan
 from potluck.stages.seats import (
     AbsentLayer,
     AbsentPart,
@@ -103,11 +103,15 @@ def cut(model: nn.Module, plan: Plan, index: int) -> CutStage:
     chain = chain_of(model, [layer.module for layer in plan.layers if layer.module is not None])
     _check(model, plan, chain)
     now = Pass(hears=any(layer.operations for layer in plan.layers))
+    now.has_skips = any(layer.carries for layer in plan.layers)
+    now.arrivals, now.carries = plan.arrivals(index), plan.layers[plan.stages[index].stop - 1].carries
     own = plan.layers[plan.stages[index].start : plan.stages[index].stop]
+    everywhere = {name: parameters_of(chain.parts[name]) for name in plan.everywhere}
     used = {id(parameter) for layer in own for parameter in _used(chain, layer)}
+    used |= {id(parameter) for parameters in everywhere.values() for parameter in parameters}
     replaced: dict[int, nn.Module] = {}
     blocks = _place_layers(plan, index, chain, now, replaced)
-    kept = {name for layer in own for name in layer.parts}
+    kept = everywhere.keys() | {name for layer in own for name in layer.parts}
     for name, part in chain.parts.items():
         if name not in kept and isinstance(part, nn.Module):
             if isinstance(part, nn.modules.dropout._DropoutNd):
@@ -137,7 +141,7 @@ def cut(model: nn.Module, plan: Plan, index: int) -> CutStage:
         index=index,
         blocks=blocks,
         ties={name: stages for name, stages in owners(model, plan).items() if len(stages) > 1 and index in stages},
-        receives=count_sent(plan.layers[first - 1].output or {"value": None}) if first else 0,
+        receives=plan.layers[first - 1].sends if first else 0,
         foreign={name for layer in plan.layers for name in layer.buffers}.difference(*(layer.buffers for layer in own)),
         _now=now,
     )
@@ -167,6 +171,9 @@ def owners(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
     for number, layer in enumerate(plan.layers):
         for parameter in _used(chain, layer):
             using.setdefault(id(parameter), set()).add(plan.stage_of(number))
+    for name in plan.everywhere:
+        for parameter in parameters_of(chain.parts[name]):
+            using.setdefault(id(parameter), set()).update(range(len(plan.stages)))
     return {name: tuple(sorted(using[id(parameter)])) for name, parameter in model.named_parameters()}
 
 
@@ -180,7 +187,7 @@ def _used(chain: Chain, layer: Layer) -> list[nn.Parameter]:
 
 def _check(model: nn.Module, plan: Plan, chain: Chain) -> None:
     """The plan is of this model."""
-    listed = {name for layer in plan.layers for name in layer.parts}
+    listed = {name for layer in plan.layers for name in (*layer.parts, *layer.everywhere)}
     if unknown := sorted(listed - chain.parts.keys()):
         raise ConfigError(f"The model has no {unknown[0]} outside of its layers: the plan is of another model.")
     for name, part in chain.parts.items():
@@ -207,7 +214,8 @@ def _place_layers(plan: Plan, index: int, chain: Chain, now: Pass, replaced: dic
     links = [number for number, layer in enumerate(plan.layers) if layer.module is not None]
     before = plan.layers[0] if links[0] == 1 else None
     opening = before.output if before is not None and not before.operations else None  # arguments of the first link
-    if before is not None and before.operations and own.start <= 1:
+    carried = {number for number, _ in now.arrivals}
+    if before is not None and before.operations and (own.start <= 1 or 0 in carried):
         now.opening = _crossing(plan, index, 0, 2 * len(links) + 1)
     blocks = []
     for place, number in enumerate(links, start=1):
@@ -226,8 +234,9 @@ def _place_layers(plan: Plan, index: int, chain: Chain, now: Pass, replaced: dic
             replaced[id(module)] = AbsentLayer(
                 module,
                 now,
-                output=crossing.forms[0] if number < own.start else None,
-                crossing=crossing if number == own.start - 1 else None,
+                layer.name,
+                output=forms_of(layer)[0] if number < own.start else None,
+                crossing=crossing if number in carried or crossing.is_door else None,
                 leaves=opening if number == own.stop == 1 else None,
             )
     return blocks
@@ -237,9 +246,22 @@ def _crossing(plan: Plan, index: int, number: int, place: int) -> Crossing:
     """The end of a layer, as it is for this stage."""
     own = plan.stages[index]
     is_exit = number == own.stop - 1 and index < len(plan.stages) - 1
-    is_last = all(layer.module is None for layer in plan.layers[number + 1 :])
-    way: Way = "in" if number == own.start - 1 else "out" if is_exit else "through"
-    return Crossing.after(plan.layers[number], way, place, is_last=is_last)
+    way: Way = "in" if number < own.start else "out" if is_exit else "through"
+    layer, forms = plan.layers[number], forms_of(plan.layers[number])
+    if way == "in":
+        places = {sent: place for (origin, sent), place in plan.arrivals(index).items() if origin == number}
+        forms = tuple(renumbered(form, places) for form in forms)
+    return Crossing(
+        layer=layer.name,
+        operations=layer.operations,
+        forms=forms,
+        way=way,
+        number=number,
+        place=place,
+        is_last=all(later.module is None for later in plan.layers[number + 1 :]),
+        is_door=number == own.start - 1,
+        is_carried=any(origin == number for origin, _ in plan.layers[own.stop - 1].carries),
+    )
 
 
 def _place_parts(chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> None:

@@ -5,17 +5,18 @@ Then a cut lies behind an operation rather than behind a layer. `Ear` hears thos
 both stages find the cut by the operation's name and its place in the code.
 """
 
+import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.stages.plan import Form, Layer
@@ -30,6 +31,9 @@ def describe(value: Any, what: str) -> Form:
             if value.is_complex():
                 raise ConfigError(f"{what} is complex. Between stages go real tensors: use torch.view_as_real().")
             return {"tensor": next(numbers)}
+        if (found := fields_of(value)) is not None:
+            _CLASSES[_name_of(type(value))] = type(value)
+            return {"object": [_name_of(type(value)), {key: visit(one) for key, one in found.items()}]}
         if type(value) in (tuple, list):
             return {type(value).__name__: [visit(one) for one in value]}
         if type(value) is dict and all(isinstance(key, str) for key in value):
@@ -37,7 +41,8 @@ def describe(value: Any, what: str) -> Form:
         if value is None or isinstance(value, bool | int | float | str):
             return {"value": value}
         raise ConfigError(
-            f"{what} is a {type(value).__name__}. Between stages go tensors, and tuples, lists and dicts of them."
+            f"{what} is a {type(value).__name__}. Between stages go tensors, and tuples, lists, dicts and dataclasses"
+            " of them."
         )
 
     return visit(value)
@@ -47,7 +52,9 @@ def has_form(value: Any) -> bool:
     """Whether it holds real numbers that can go from one stage to another."""
     if isinstance(value, Tensor):
         return value.is_floating_point()
-    if type(value) not in (tuple, list, dict) or not any(one.is_floating_point() for one in tensors_in(value)):
+    if (type(value) not in (tuple, list, dict) and fields_of(value) is None) or not any(
+        one.is_floating_point() for one in tensors_in(value)
+    ):
         return False
     try:
         describe(value, "")
@@ -58,23 +65,64 @@ def has_form(value: Any) -> bool:
 
 def narrow(form: Form, sent: set[int], first: int = 0) -> Form:
     """The same with only some tensors sent, which are numbered anew, from `first` on."""
-    places = {number: place for place, number in enumerate(sorted(sent), start=first)}
+    return renumbered(form, {number: place for place, number in enumerate(sorted(sent), start=first)})
 
-    def visit(form: Form) -> Form:
-        [(kind, inner)] = form.items()
-        if kind == "tensor":
-            return {kind: places.get(inner)}
-        if kind in ("tuple", "list"):
-            return {kind: [visit(one) for one in inner]}
-        return {kind: {key: visit(one) for key, one in inner.items()}} if kind == "dict" else form
 
-    return visit(form)
+_CLASSES: dict[str, type] = {}
+"""Of objects that this process has seen between layers. A plan names them, and nothing is imported by such a name."""
+
+
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """Those of a dataclass, such as what models of Hugging Face return, or of a named tuple; of others none."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def with_fields(value: Any, given: dict[str, Any]) -> Any:
+    """The same object with other fields. A dataclass is copied, so that what its __init__ does is not done again."""
+    if isinstance(value, tuple | dict):
+        return type(value)(**(fields_of(value) or {}) | given)
+    copied = copy.copy(value)
+    for name, one in given.items():
+        object.__setattr__(copied, name, one)
+    return copied
+
+
+def _made(name: str, given: dict[str, Any]) -> Any:
+    if (kind := _CLASSES.get(name)) is None:
+        raise ConfigError(f"The plan has a {name} between layers, and this process has not seen one: survey the model.")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ConfigError(f"Between stages goes a {name}, which cannot be made from its fields: {error}.") from error
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The same with other tensors, in the order of describe()."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if (found := fields_of(value)) is not None:
+        return with_fields(value, {name: map_tensors(function, one) for name, one in found.items()})
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(function, one) for one in value)
+    if type(value) is dict:
+        return {key: map_tensors(function, one) for key, one in value.items()}
+    return tree_map_only(Tensor, function, value)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """In tuples, lists and dicts, however deep; in the order of describe()."""
+    """In tuples, lists, dicts and dataclasses, however deep; in the order of describe()."""
     if isinstance(value, Tensor):
         return [value]
+    if (found := fields_of(value)) is not None:
+        return [tensor for one in found.values() for tensor in tensors_in(one)]
     if isinstance(value, tuple | list):
         return [tensor for one in value for tensor in tensors_in(one)]
     if isinstance(value, dict):
@@ -102,6 +150,11 @@ def pick(form: Form, value: Any, what: str) -> list[Tensor]:
         if not isinstance(value, dict) or not inner.keys() <= value.keys():
             raise _other_form(what, value)
         return [tensor for key, one in inner.items() for tensor in pick(one, value[key], what)]
+    if kind == "object":
+        found = fields_of(value)
+        if found is None or not inner[1].keys() <= found.keys():
+            raise _other_form(what, value)
+        return [tensor for key, one in inner[1].items() for tensor in pick(one, found[key], what)]
     return []
 
 
@@ -117,6 +170,8 @@ def fill(form: Form, tensors: Sequence[Tensor]) -> Any:
             return [fill(one, tensors) for one in inner]
         case "dict":
             return {key: fill(one, tensors) for key, one in inner.items()}
+        case "object":
+            return _made(inner[0], {key: fill(one, tensors) for key, one in inner[1].items()})
     return inner
 
 
@@ -132,6 +187,8 @@ def put(form: Form, value: Any, tensors: Sequence[Tensor]) -> Any:
             return [put(one, part, tensors) for one, part in zip(inner, value, strict=True)]
         case "dict":
             return value | {key: put(one, value[key], tensors) for key, one in inner.items()}
+        case "object":
+            return with_fields(value, {key: put(one, getattr(value, key), tensors) for key, one in inner[1].items()})
     return value
 
 
@@ -211,13 +268,31 @@ class Crossing:
     """What is sent of the layer's own output, and of what each operation gives."""
     way: Way
     """Whether what is sent was received, stays in the stage, or leaves it."""
+    number: int
+    """Of the layer."""
     place: int
     """Of the random numbers after it."""
     is_last: bool
     """Whether no layer of the chain follows."""
+    is_door: bool
+    """Whether the stage begins behind it. What comes in earlier was carried past layers of other stages."""
+    is_carried: bool
+    """Whether what is handed on there leaves the stage, although it ends later."""
 
-    @staticmethod
-    def after(layer: Layer, way: Way, place: int, *, is_last: bool) -> "Crossing":
-        output = layer.output or {"value": None}
-        forms = tuple(output["list"]) if layer.operations else (output,)
-        return Crossing(layer.name, layer.operations, forms, way, place, is_last)
+
+def forms_of(layer: Layer) -> tuple[Form, ...]:
+    """What is sent of the layer's own output, and of what each of its operations gives."""
+    output = layer.output or {"value": None}
+    return tuple(output["list"]) if layer.operations else (output,)
+
+
+def renumbered(form: Form, numbers: dict[int, int]) -> Form:
+    """The same form, its tensors numbered anew; those that have no number are not sent."""
+    [(kind, inner)] = form.items()
+    if kind == "tensor":
+        return {kind: numbers.get(inner)}
+    if kind in ("tuple", "list"):
+        return {kind: [renumbered(one, numbers) for one in inner]}
+    if kind == "object":
+        return {kind: [inner[0], {key: renumbered(one, numbers) for key, one in inner[1].items()}]}
+    return {kind: {key: renumbered(one, numbers) for key, one in inner.items()}} if kind == "dict" else form

@@ -16,12 +16,13 @@ from potluck.errors import ConfigError
 from potluck.stages.schedule import in_flight
 from potluck.words import check_at_least, plural, size
 
-FORMAT = 2
+FORMAT = 3
 """Of a plan as JSON."""
 
 Form = dict[str, Any]
 """How a layer's output looks, as JSON: {"tensor": number} or {"tensor": null} for one that is not sent,
-{"tuple": [...]}, {"list": [...]}, {"dict": {...}}, {"value": null, a truth, a number or a text}."""
+{"tuple": [...]}, {"list": [...]}, {"dict": {...}}, {"object": [its class, {...}]} of a dataclass, {"value": null, a
+truth, a number or a text}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,13 @@ class Layer:
     operations: tuple[str, ...] = ()
     """Those of the model's own forward that follow it and belong to it, such as the sum of `x = x + block(x)`. With
     some, `output` is a list: what the module gives, and what each of them does."""
+    carries: tuple[tuple[int, int], ...] = ()
+    """Tensors of earlier layers that later ones use, and that it hands on beside its output: the number of the layer
+    that gave it, and of the tensor among those that this layer sends."""
+    everywhere: tuple[str, ...] = ()
+    """Of the first layer: those of its parts that the survey did not see in use. Whichever stage a later batch uses
+    them on has them, since every stage does."""
+    everywhere_parameters: int = 0
     buffers: tuple[str, ...] = ()
     """Those outside of the chain that a forward changes, and that it leaves as the whole model would."""
     seconds: float = 0.0
@@ -49,6 +57,11 @@ class Layer:
     """Of its output, per row: what the next layer uses."""
     kept_bytes: int = 0
     """Kept from its forward for its backward, per row."""
+
+    @property
+    def sends(self) -> int:
+        """How many tensors go to the next layer."""
+        return count_sent(self.output or {"value": None}) + len(self.carries)
 
 
 class HasLayers(Protocol):
@@ -78,6 +91,20 @@ class Plan:
     def stages(self) -> tuple[range, ...]:
         """The layers of each stage, by number."""
         return tuple(range(start, end) for start, end in pairwise((0, *self.cuts, len(self.layers))))
+
+    @property
+    def everywhere(self) -> tuple[str, ...]:
+        """The parts that every stage has."""
+        return self.layers[0].everywhere
+
+    def arrivals(self, stage: int) -> dict[tuple[int, int], int]:
+        """What a stage receives, as in `carries`: at which place of all that it receives."""
+        if not (start := self.stages[stage].start):
+            return {}
+        before = self.layers[start - 1]
+        own = before.sends - len(before.carries)
+        sent = [*((start - 1, number) for number in range(own)), *before.carries]
+        return {each: place for place, each in enumerate(sent)}
 
     def stage_of(self, layer: int) -> int:
         return sum(cut <= layer for cut in self.cuts)
@@ -158,6 +185,12 @@ def check_layers(layers: Sequence[Layer]) -> None:
             raise ConfigError(f"The plan does not say what layer {layer.name} hands to the next one.")
         if layer.operations and len((layer.output or {}).get("list", ())) != 1 + len(layer.operations):
             raise ConfigError(f"The plan does not say what each operation of layer {layer.name} hands to the next one.")
+    there: set[tuple[int, int]] = set()
+    for number, layer in enumerate(layers):
+        if not there.issuperset(layer.carries) or len(set(layer.carries)) < len(layer.carries):
+            raise ConfigError(f"Layer {layer.name} cannot hand on {list(layer.carries)}: the one before it does not.")
+        own = layer.sends - len(layer.carries)
+        there = {*layer.carries, *((number, each) for each in range(own))}
     if layers[0].module is None and not layers[0].operations and "dict" not in (layers[0].output or {}):
         raise ConfigError(f"What {names[0]} hands on has to be a dict of arguments.")
 
@@ -181,6 +214,9 @@ def count_sent(form: Form) -> int:
             case "dict", dict() if all(isinstance(key, str) for key in inner):
                 for one in inner.values():
                     visit(one, depth + 1)
+            case "object", [str(), dict() as named] if all(isinstance(key, str) for key in named):
+                for one in named.values():
+                    visit(one, depth + 1)
             case "value", None | bool() | int() | float() | str():
                 pass
             case _:
@@ -192,8 +228,8 @@ def count_sent(form: Form) -> int:
     return len(numbers)
 
 
-_NAMES = ("parts", "operations", "buffers")
-_COUNTS = ("parameters", "trained", "sent_bytes", "kept_bytes")
+_NAMES = ("parts", "operations", "everywhere", "buffers")
+_COUNTS = ("parameters", "trained", "everywhere_parameters", "sent_bytes", "kept_bytes")
 
 
 def _layer_from_json(data: Any) -> Layer:
@@ -209,9 +245,14 @@ def _layer_from_json(data: Any) -> Layer:
     for count in _COUNTS:
         if isinstance(data[count], bool) or not isinstance(data[count], int) or data[count] < 0:
             raise ConfigError(f"{count} of layer {name} is a whole number from 0 on, not {data[count]!r}.")
+    carries = data["carries"]
+    if not isinstance(carries, list) or not all(
+        isinstance(each, list) and len(each) == 2 and all(type(number) is int for number in each) for each in carries
+    ):
+        raise ConfigError(f"What layer {name} carries is not a list of pairs of numbers.")
     if data["trained"] > data["parameters"]:
         raise ConfigError(f"Layer {name} trains {data['trained']} of {data['parameters']} parameters.")
-    return Layer(**data | {key: tuple(data[key]) for key in _NAMES})
+    return Layer(**data | {key: tuple(data[key]) for key in _NAMES} | {"carries": tuple(map(tuple, carries))})
 
 
 def _expect_fields(data: object, known: set[str], what: str) -> None:
@@ -302,13 +343,16 @@ class _Costs:
         self._seconds = list(accumulate((layer.seconds for layer in layers), initial=0.0))
         held = (layer.trained * per_parameter + (layer.parameters - layer.trained) * FROZEN_BYTES for layer in layers)
         self._held = list(accumulate(held, initial=0))
+        self._everywhere = layers[0].everywhere_parameters * per_parameter
         self._kept = list(accumulate((layer.kept_bytes * rows for layer in layers), initial=0))
 
     def seconds(self, stage: int, start: int, end: int) -> float:
         return (self._seconds[end] - self._seconds[start]) / self.devices[stage].speed
 
     def bytes(self, stage: int, start: int, end: int) -> int:
-        return self._held[end] - self._held[start] + (self._kept[end] - self._kept[start]) * self.under_way[stage]
+        copies = self._everywhere if start else 0  # the first layer counts its own
+        kept = (self._kept[end] - self._kept[start]) * self.under_way[stage]
+        return self._held[end] - self._held[start] + copies + kept
 
     def fits(self, stage: int, start: int, end: int) -> bool:
         limit = self.devices[stage].memory_bytes

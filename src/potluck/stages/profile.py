@@ -5,7 +5,7 @@ random generators as they were.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,25 +30,38 @@ def survey(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
     Nothing is timed. ConfigError if it cannot be cut, or if it gives another loss when it is.
     """
     chain = find_chain(model)
+    every = find_chain(model, every=True)
+    if len(every.modules) > len(chain.modules):
+        try:
+            return _survey(model, every, loss_of, batch)
+        except ConfigError:  # they do not run one after the other: then the largest list is the chain
+            pass
+    return _survey(model, chain, loss_of, batch)
+
+
+def _survey(model: nn.Module, chain: Chain, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
     watch = Watch(model, chain)
     with unchanged(model):
         watch.run(loss_of, batch)
     crossings = Crossings(watch)
     layers = tuple(_layers(model, chain, watch, crossings))
+    first = 0 if layers[0].module is None else 1
+    carried = [crossings.carries(number + first, first) for number in range(len(layers))]
+    layers = tuple(replace(layer, carries=each) for layer, each in zip(layers, carried, strict=True))
     seats = buffers_outside(model, chain)
     before = copies(seats)
-    with unchanged(model), torch.no_grad():
-        loss = cut(model, Plan.at(layers), 0).run(loss_of, batch, seed=SEED)
+    with unchanged(model), torch.enable_grad():  # which a loss function may use
+        loss = _detached(cut(model, Plan.at(layers), 0).run(loss_of, batch, seed=SEED))
         after = copies(seats)
     plan = Plan.at(layers, range(1, len(layers)))
     wrong: list[set[str]] = []
-    result: Any = ()
-    for number in range(len(layers)):
-        with unchanged(model), torch.no_grad():
-            result = cut(model, plan, number).run(loss_of, batch, result, seed=SEED)
+    result: Activation = ()
+    for number, layer in enumerate(layers):
+        given = tuple(one.requires_grad_(one.is_floating_point()) for one in result)
+        with unchanged(model), torch.enable_grad(), _explained(layer):
+            result = _detached(cut(model, plan, number).run(loss_of, batch, given, seed=SEED))
             wrong.append(differing(after, copies(seats), near=1e-4))
     _check_loss(loss, result)
-    first = 0 if layers[0].module is None else 1
     touching = {
         name: {min(max(crossings.place_of(event) - first, 0), len(layers) - 1) for event in events}
         for name, events in watch.touches.at.items()
@@ -69,8 +82,31 @@ def _with_buffers(
         yield replace(layer, buffers=tuple(sorted(changed - each)))
 
 
-def _check_loss(whole: Any, staged: Any) -> None:
-    for a, b in zip(all_tensors(whole), all_tensors(staged), strict=True):
+def _detached(result: Any) -> Activation:
+    return tuple(one.detach() for one in all_tensors(result))
+
+
+_OWN_GRADIENTS = (
+    "Cut into stages, a gradient that it takes by itself, with torch.autograd.grad, reaches what the last stage has,"
+    " and no further. Train such a model whole: without stages, or split by ShardGradOp."
+)
+
+
+@contextmanager
+def _explained(layer: Layer) -> Iterator[None]:
+    """The whole model has run; so an error is one of running it in stages."""
+    try:
+        yield
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise ConfigError(
+            f"The loss function runs with the whole model, and not with the stage of layer {layer.name} ({error}). Up"
+            " to its own layers a stage runs the model's own forward on zeros: what cannot be computed from zeros"
+            f" belongs into a layer. {_OWN_GRADIENTS}"
+        ) from error
+
+
+def _check_loss(whole: Activation, staged: Activation) -> None:
+    for a, b in zip(whole, staged, strict=True):
         if not torch.allclose(a.double(), b.double(), rtol=1e-4, equal_nan=True):
             raise ConfigError(
                 f"Cut into stages the model gives another loss than whole ({_told(b)}, not {_told(a)}): a layer uses"
@@ -87,6 +123,8 @@ def _layers(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) 
     used = _parts(model, chain, watch, crossings)
     listed = set().union(*used)
     idle = {name for name, part in chain.parts.items() if name not in listed and parameters_of(part)}
+    # A part with buffers has one home: run before a stage's own layers, on zeros, it would change them.
+    everywhere = tuple(name for name in chain.parts if name in idle and not _buffers_of(chain.parts[name]))
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     links = watch.links
     for place in range(len(links) + 2):
@@ -100,12 +138,15 @@ def _layers(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) 
             continue  # nothing to own: the stage at that end of the chain runs what there is
         name = module or ("before" if place == 0 else "after")
         end = crossings.ends[place] if place <= len(links) else None
+        shared = () if place else everywhere
         yield Layer(
             name=name if module or name not in chain.modules else f"({name})",
             module=module,
             parts=parts,
             output=end.output if end else None,
             operations=end.operations if end else (),
+            everywhere=shared,
+            everywhere_parameters=_count(parameters_of(chain.parts[name]) for name in shared),
             parameters=sum(parameter.numel() for parameter in counted),
             trained=sum(parameter.numel() for parameter in counted if id(parameter) in trained),
         )
@@ -124,6 +165,8 @@ def _parts(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -
         for key in crossings.parameters(place):
             if key not in names or own in homes.get(key, ()):
                 continue
+            if key not in holders and any(event.name.startswith("grad@") for event in watch.events):
+                raise ConfigError(f"The loss function takes a gradient through several layers. {_OWN_GRADIENTS}")
             if key not in holders:
                 what = f"Layer {own}" if own else f"What runs {'after' if place else 'before'} the layers"
                 raise ConfigError(
@@ -133,6 +176,15 @@ def _parts(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -
             if not parts & set(holders[key]):
                 parts.add(holders[key][0])
     return found
+
+
+def _buffers_of(part: nn.Module | nn.Parameter) -> list[Tensor]:
+    return [] if isinstance(part, nn.Parameter) else list(part.buffers())
+
+
+def _count(held: Iterable[list[nn.Parameter]]) -> int:
+    """How many numbers they have, each parameter once."""
+    return sum({id(parameter): parameter.numel() for each in held for parameter in each}.values())
 
 
 def _having(held: dict[str, list[nn.Parameter]]) -> dict[int, list[str]]:

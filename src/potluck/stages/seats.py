@@ -12,11 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
-from potluck.stages.forms import Crossing, Ear, Inputs, arguments, fill, has_form, pick, put, tensors_in, with_arguments
+from potluck.stages.forms import (
+    Crossing,
+    Ear,
+    Inputs,
+    arguments,
+    fill,
+    has_form,
+    map_tensors,
+    pick,
+    put,
+    tensors_in,
+    with_arguments,
+)
 from potluck.stages.plan import Form
+from potluck.stages.recomputing import check_not_again, checkpointed
 
 Activation = tuple[Tensor, ...]
 """What goes from one stage to the next."""
@@ -56,8 +68,15 @@ class Pass:
         self._crossing: Crossing | None = None
         self._done = 0
         """How many operations of it."""
-        self._received: Activation = ()
+        self.has_skips = False
+        """Whether layers are handed something past the layers between."""
+        self.arrivals: dict[tuple[int, int], int] = {}
+        self.carries: tuple[tuple[int, int], ...] = ()
+        """What is handed on beside the output of the last layer."""
+        self._received: Activation | None = None
         self._picked: list[Tensor] = []
+        self._own: dict[int, list[Tensor]] = {}
+        """What own layers gave that is carried further, by the layer's number."""
         self._leaving: Activation | None = None
         self._given: Activation = ()
         self._seed: int | None = None
@@ -71,7 +90,8 @@ class Pass:
         self._generators = generators_of(device) if seed is not None else []
         states = [generator.get_state() for generator in self._generators]
         self.is_running, self.has_entered, self.is_left = True, False, False
-        self._crossing = self._leaving = None
+        self._crossing = self._leaving = self._received = None
+        self._own = {}
         if not given:
             self._enter()
         self.sow(0)
@@ -80,18 +100,34 @@ class Pass:
                 yield
         finally:
             self.is_running, self._leaving = False, None
-            self._given, self._received, self._picked = (), (), []
+            self._given, self._received, self._picked, self._own = (), None, [], {}
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what the model computes now is this stage's work, and not thrown away."""
+        is_coming_in = self._crossing is not None and self._crossing.way == "in"
+        return self.has_entered and not is_coming_in and self._leaving is None
 
     def take(self) -> Activation:
         """What was received, for the first of the stage's own layers."""
         self._enter()
-        return tuple(_Enter.apply(tensor) if tensor.requires_grad else tensor for tensor in self._given)  # type: ignore[no-untyped-call]
+        return self._arrived()
+
+    def _arrived(self) -> Activation:
+        if self._received is None:
+            with self.ear.closed():
+                self._received = tuple(
+                    _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+                    for tensor in self._given
+                )
+        return self._received
 
     def cross(self, crossing: Crossing, output: Any) -> Any:
         """A layer has given its output, with which the model's forward continues, or the stage ends."""
-        self._received = self.take() if crossing.way == "in" else ()
+        if crossing.is_door:
+            self._enter()
         self._crossing, self._done, self._picked = crossing, 0, []
         return self._hand_on(crossing, output)
 
@@ -105,7 +141,14 @@ class Pass:
 
     def _leave(self, crossing: Crossing) -> None:
         """At once, or when the next layer begins: until then the model may change buffers, which both stages have."""
-        self._leaving = tuple(self._picked)
+        if missing := [each for each in self.carries if each not in self.arrivals and each[0] not in self._own]:
+            raise ConfigError(f"{_LEFT_OUT} It was layer {missing[0][0]} of the plan.")
+        arrived = self._arrived()
+        carried = (
+            arrived[self.arrivals[each]] if each in self.arrivals else self._own[each[0]][each[1]]
+            for each in self.carries
+        )
+        self._leaving = (*self._picked, *carried)
         if crossing.is_last or not crossing.operations:
             raise Reached(self, self._leaving)
 
@@ -124,11 +167,13 @@ class Pass:
     def _hand_on(self, crossing: Crossing, output: Any) -> Any:
         form = crossing.forms[self._done]
         if crossing.way == "in":
-            output = put(form, output, self._received)
-        elif crossing.way == "out":
+            output = put(form, output, self._arrived())
+        elif crossing.way == "out" or crossing.is_carried:
             self._picked += pick(form, output, f"What follows layer {crossing.layer}")
         if self._done == len(crossing.operations):
             self._crossing = None
+            if crossing.is_carried:
+                self._own[crossing.number] = self._picked
             if crossing.way == "out":
                 self._leave(crossing)
             self.sow(crossing.place)
@@ -144,6 +189,41 @@ class Pass:
         self.has_entered = True
         if self.on_enter is not None:
             self.on_enter()
+
+
+_LEFT_OUT = (
+    "The layer before a cut did not run in this batch, and did when the model was surveyed. A model that is cut into"
+    " stages runs each of its layers in every batch: to leave one out now and then, let the layer itself return its"
+    " input."
+)
+
+
+class _Absent(torch.autograd.Function):
+    """Zeros in the place of what another stage has. A gradient for them says that this stage computed with them."""
+
+    @staticmethod
+    def forward(ctx: Any, zeros: Tensor, told: Tensor, what: str) -> Tensor:
+        ctx.what = what
+        return zeros.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ConfigError(_used_elsewhere(ctx.what))
+
+
+def _used_elsewhere(what: str) -> str:
+    return (
+        f"{what} was used in another place than in the batch with which the model was surveyed, on a stage that does"
+        " not have it. A model that is cut into stages uses its parts in the same places in every batch: let the first"
+        " rows of the dataset use all that some rows use, or put what differs into a layer."
+    )
+
+
+def absent(zeros: Tensor, what: str) -> Tensor:
+    """Zeros that a stage's own results must not be made from."""
+    if not torch.is_grad_enabled() or not zeros.is_floating_point():
+        return zeros
+    return _Absent.apply(zeros, torch.zeros((), requires_grad=True), what)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):
@@ -179,13 +259,16 @@ class LayerSlot:
 
     def run(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.now.is_running:
+            check_not_again(self.crossing.layer)
             return layer(*args, **kwargs)
         self.now.check_arrival()
+        if self.takes is None and not self.now.has_entered:
+            raise ConfigError(_LEFT_OUT)
         if self.takes is not None:
             args, kwargs = with_arguments(args, kwargs, fill(self.takes, self.now.take()))
         self.now.sow(self.place)
         with self.now.ear.closed():
-            output = layer(*args, **kwargs)
+            output = checkpointed(layer, args, kwargs)
         return self.now.cross(self.crossing, output)
 
 
@@ -218,13 +301,14 @@ def hollow(kind: type[nn.Module]) -> type[nn.Module]:
         try:
             return kind.__getattr__(self, name)
         except AttributeError:
-            absent = self.__dict__.get("_absent", {}).get(name)
-            if absent is None:
+            outline = self.__dict__.get("_absent", {}).get(name)
+            if outline is None:
                 raise
             with self._now.ear.closed():
-                return torch.zeros((), dtype=absent.dtype, device=self._now.device).expand(absent.shape)
+                zeros = torch.zeros((), dtype=outline.dtype, device=self._now.device).expand(outline.shape)
+                return absent(zeros, name) if self._now.is_running else zeros
 
-    return _variant("hollow", kind, {"__getattr__": __getattr__})
+    return _variant("hollow", kind, {"__getattr__": __getattr__, "holds_layers": True})
 
 
 def left(kind: type[nn.Module]) -> type[nn.Module]:
@@ -308,10 +392,10 @@ class Outlined(StandIn):
                 self._known.clear()
             self._known[key] = output
         known = self._known[key]
-        return tree_map_only(Tensor, lambda one: torch.zeros(one.shape, dtype=one.dtype, device=device), known)
+        return map_tensors(lambda one: torch.zeros(one.shape, dtype=one.dtype, device=device), known)
 
     def _outline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bare_args, bare_kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        bare_args, bare_kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
         with torch.no_grad():
             return self.__dict__["_skeleton"](*bare_args, **bare_kwargs)
 
@@ -320,26 +404,36 @@ class AbsentLayer(Outlined):
     """In the place of a link of the chain."""
 
     def __init__(
-        self, original: nn.Module, now: Pass, *, output: Form | None, crossing: Crossing | None, leaves: Form | None
+        self,
+        original: nn.Module,
+        now: Pass,
+        name: str,
+        *,
+        output: Form | None,
+        crossing: Crossing | None,
+        leaves: Form | None,
     ) -> None:
         """`crossing`: where what was received comes in. `leaves`: it is the first to be met after our own part."""
         super().__init__(original, now)
+        self._name = name
         self._output, self._crossing, self._leaves = output, crossing, leaves
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        check_not_again(self._name)
         self._check_run()
         self._now.check_arrival()
         if self._leaves is not None:
             given = pick(self._leaves, arguments(args, kwargs), "What the first block gets")
             raise Reached(self._now, tuple(given))
-        assert self._output is not None
+        if self._output is None:
+            raise ConfigError(_LEFT_OUT)
         with self._now.ear.closed():
-            output = self._stand_in(args, kwargs)
+            output = map_tensors(lambda one: absent(one, self._name), self._stand_in(args, kwargs))
         return output if self._crossing is None else self._now.cross(self._crossing, output)
 
     def _stand_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Whatever it gives is thrown away at the door. But where the model computes with it, its shape matters."""
-        if self._now.hears:
+        if self._now.hears or self._now.has_skips:
             try:
                 return self._zeros(args, kwargs)
             except (RuntimeError, NotImplementedError):  # it does not run without its numbers
@@ -356,8 +450,11 @@ class AbsentPart(Outlined):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_run()
+        if self._now.is_inside:
+            raise ConfigError(_used_elsewhere(self._name))
         try:
-            return self._zeros(args, kwargs)
+            zeros = self._zeros(args, kwargs)
+            return map_tensors(lambda one: absent(one, self._name), zeros)
         except (RuntimeError, NotImplementedError) as error:
             raise ConfigError(
                 f"{self._name} cannot be left out of a stage, because it does not run without its numbers: {error}"
@@ -379,6 +476,8 @@ def skeleton(module: nn.Module) -> nn.Module:
         name: None if one is None else torch.empty_like(one, device="meta") for name, one in module._buffers.items()
     }
     copy._modules = {name: None if one is None else skeleton(one) for name, one in module._modules.items()}
+    if isinstance(copy, nn.RNNBase):  # its forward reads a list of its own
+        copy.__dict__["_flat_weights"] = [copy._parameters.get(name) for name in copy._flat_weights_names]
     return copy
 
 

@@ -14,12 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, Touches, buffers_outside
-from potluck.stages.forms import Ear, Inputs, all_tensors, arguments, describe, has_form, narrow, tensors_in
+from potluck.stages.forms import (
+    Ear,
+    Inputs,
+    all_tensors,
+    arguments,
+    describe,
+    has_form,
+    map_tensors,
+    narrow,
+    tensors_in,
+)
 from potluck.stages.plan import Form
+from potluck.stages.recomputing import check_not_reentrant
 from potluck.stages.seats import generators_of, seed_of
 from potluck.words import plural
 
@@ -48,9 +58,9 @@ class TracedEvent:
 
 
 class Watch:
-    """What each event gives is severed from how it was computed: it continues as a copy of a leaf of its own.
+    """What each event gives continues as a copy that is marked in the graph.
 
-    So the graph behind anything says from which leaves and which parameters it was made, and from no further back.
+    So the graph behind anything says from which marks and which parameters it was made, and from no further back.
     Places count as those of seeds do: 0 before the chain, its links from 1 on, the last what follows.
     """
 
@@ -70,8 +80,10 @@ class Watch:
         self.touches = Touches(buffers_outside(model, chain))
         self._is_inside = self._is_open = False
         self._ear = Ear(self._on_operation)
-        self._leaves: dict[int, Mark] = {}
-        self._kept: list[Tensor] = []
+        self._calls = 0
+        """How often the model itself was run."""
+        self._marks: dict[Any, Mark] = {}
+        """By their nodes in the graph."""
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     @property
@@ -99,12 +111,12 @@ class Watch:
             finally:
                 for parameter in parameters:
                     parameter.requires_grad_(id(parameter) in trained)
-        self._kept.clear()
+        self._marks.clear()
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         # The forward of the model itself is where counting begins: a loss function may do more before it, or less.
-        handles = [self._model.register_forward_pre_hook(lambda *_: setattr(self, "_is_open", True))]
+        handles = [self._model.register_forward_pre_hook(self._open)]
         for place, link in enumerate(self._chain.modules.values(), start=1):
             handles.append(link.register_forward_pre_hook(self._begin(place), with_kwargs=True, prepend=True))
             handles.append(link.register_forward_hook(self._finish))
@@ -119,14 +131,27 @@ class Watch:
             for handle in handles:
                 handle.remove()
 
+    def _open(self, *unused: Any) -> None:
+        self._is_open = True
+        self._calls += 1
+
     def _begin(self, place: int) -> Callable[..., None]:
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             name = self.links[place - 1]
+            if self._calls > 1:
+                raise ConfigError(
+                    "The loss function runs the model twice, and cut into stages a model runs once for each batch. Run"
+                    " it once on the rows of both, as in a, b = model(torch.cat([x, y])).chunk(2); where they are of"
+                    " different shapes, let one forward of the model take both."
+                )
             if place != self.done + 1 or self._is_inside:
                 raise ConfigError(
                     f"Layer {name} runs out of turn: the layers of a model that is cut into stages run once each, in"
-                    " the order in which the model has them."
+                    " the order in which the model has them. To use one several times, let the list have it as often,"
+                    " as in nn.ModuleList([a, b, a]), and run all that the list has; or make one layer of those that"
+                    " are run again."
                 )
+            check_not_reentrant(name)
             self._touch((args, kwargs))
             self._is_inside = True
             if place == 1:
@@ -164,7 +189,7 @@ class Watch:
             self._touch(())
             if self._is_open and has_form(output):
                 output = self._record(name, output)
-            self._is_inside = False  # not before: severing is no operation of the model's
+            self._is_inside = False  # not before: marking is no operation of the model's
             return output
 
         return finish
@@ -189,17 +214,16 @@ class Watch:
         self.events.append(TracedEvent(name, self.done, is_layer, form, behind, parameters, counted))
         numbers = iter(range(len(tensors)))
 
-        def sever(one: Tensor) -> Tensor:
+        def mark(one: Tensor) -> Tensor:
             index = next(numbers)
-            # A view must stay one, and one without a graph has none to sever; but a layer's is used by what follows.
+            # A view must stay one, and one without a graph has no node; but a layer's is used by what follows.
             if not one.is_floating_point() or not (is_layer or (one.requires_grad and not one._is_view())):
                 return one
-            leaf = one.detach().requires_grad_()
-            self._leaves[id(leaf)] = (number, index)
-            self._kept.append(leaf)  # its id has to stay its own
-            return leaf.clone()
+            marked: Tensor = _Marked.apply(one if one.requires_grad else one.detach().requires_grad_())  # type: ignore[no-untyped-call]
+            self._marks[marked.grad_fn] = (number, index)
+            return marked
 
-        return tree_map_only(Tensor, sever, output)
+        return map_tensors(mark, output)
 
     def _end(self, result: Any) -> None:
         """The loss function has returned."""
@@ -211,29 +235,40 @@ class Watch:
         self.events.append(TracedEvent("", self.done, False, {"value": None}, *self._behind(all_tensors(result))))
 
     def _behind(self, tensors: Iterable[Tensor]) -> tuple[set[Mark], set[int]]:
-        leaves = [id(leaf) for leaf in leaves_behind(tensors)]
-        return {self._leaves[leaf] for leaf in leaves if leaf in self._leaves}, set(leaves) - self._leaves.keys()
+        """The marks and the leaves of the graph, by id, from which these were computed; from no further back."""
+        marks: set[Mark] = set()
+        leaves: set[int] = set()
+        waiting: list[Any] = []
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                waiting.append(tensor.grad_fn)
+            elif tensor.requires_grad:
+                leaves.add(id(tensor))
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            if node in self._marks:
+                marks.add(self._marks[node])
+                continue
+            if hasattr(node, "variable"):
+                leaves.add(id(node.variable))
+            for behind, _ in node.next_functions:
+                if behind is not None and behind not in seen:
+                    seen.add(behind)
+                    waiting.append(behind)
+        return marks, leaves
 
 
-def leaves_behind(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graph from which these were computed."""
-    found: list[Tensor] = []
-    waiting: list[Any] = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            waiting.append(tensor.grad_fn)
-        elif tensor.requires_grad:
-            found.append(tensor)
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        for behind, _ in node.next_functions:
-            if behind is not None and behind not in seen:
-                seen.add(behind)
-                waiting.append(behind)
-    return found
+class _Marked(torch.autograd.Function):
+    """The same numbers, whose node in the graph is known. A loss function may take gradients through it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +280,10 @@ class End:
     output: Form
     sent: frozenset[Mark]
     operations: tuple[str, ...] = ()
+    numbers: dict[Mark, int] = field(default_factory=dict)
+    """Of those that were made there, among what is sent."""
+    carried: tuple[Mark, ...] = ()
+    """Of what is sent, what earlier places made."""
 
 
 class Crossings:
@@ -255,10 +294,16 @@ class Crossings:
             self._last_use |= dict.fromkeys(event.behind, number)
         self.is_anew = cache(self._is_anew)
         self.made_from = cache(self._made_from)
-        self.ends: list[End] = []
+        self._carries = False
+        found = self._find_all()
+        if None in found:  # something is used past the layers between, so that these hand it on
+            self._carries = True
+            found = self._find_all()
+        self.ends: list[End] = [end for end in found if end is not None]
         """Of place 0 and of each link."""
-        for place in range(len(watch.links) + 1):
-            self.ends.append(self._find(place) if place else self._find_opening())
+
+    def _find_all(self) -> list[End | None]:
+        return [self._find_opening(), *(self._find(place + 1) for place in range(len(self._watch.links)))]
 
     def place_of(self, event: int) -> int:
         return sum(end.last < event for end in self.ends)
@@ -284,26 +329,43 @@ class Crossings:
         later = {mark for event in self._events[first + 1 :] for mark in event.behind if mark[0] < first}
         plain = End(first - 1, self._watch.opening, frozenset())
         counts = {number: count for number in range(first) if later and (count := len(self._live(number)))}
+        counts = {number: count for number, count in counts.items() if not self._leaves_a_gap(number, first)}
         if not counts:
             return plain
         return self._end_behind(-1, min(counts, key=lambda number: (counts[number], -number)))
 
-    def _find(self, place: int) -> End:
+    def carries(self, place: int, first: int) -> tuple[tuple[int, int], ...]:
+        """As Layer.carries has it. `first`: the place that is layer 0."""
+        carried = self.ends[place].carried if place < len(self.ends) else ()
+        origins = [(self.place_of(mark[0]), mark) for mark in carried]
+        return tuple((origin - first, self.ends[origin].numbers[mark]) for origin, mark in origins)
+
+    def _find(self, place: int) -> End | None:
         layers = self._watch.layers
         start = layers[place - 1]
         stop = layers[place] if place < len(layers) else len(self._events) - 1
-        found: list[tuple[int, int]] = []
+        found: list[tuple[int, int, int]] = []
         for last in range(start, stop):
             old = [mark for mark in self._live(last) if mark[0] < start]
-            if all(self.is_anew(mark[0]) for mark in old):
-                found.append((len(old), last))
-                if not old:
-                    break
-        if found:  # the fewest to compute anew, and the earliest of those
-            return self._end_behind(start, min(found)[1])
+            carried = [mark for mark in old if not self.is_anew(mark[0])]
+            if (carried and not self._carries) or self._leaves_a_gap(last, stop):
+                continue
+            found.append((len(carried), len(old), last))
+            if not old:
+                break
+        if found:  # the fewest to carry and to compute anew, and the earliest of those
+            return self._end_behind(start, min(found)[-1])
         if place == len(layers):  # all that follows belongs to the last layer
             return End(len(self._events) - 1, narrow(self._events[start].form, set()), frozenset())
-        raise self._refusal(start, stop)
+        return None
+
+    def _leaves_a_gap(self, last: int, stop: int) -> bool:
+        """Whether something is made behind the cut and before the next layer, and used behind that layer.
+
+        Then no layer would have sent it, and none could carry it.
+        """
+        uses = self._last_use.items() if self._carries else ()
+        return any(last < mark[0] < stop < use and not self.is_anew(mark[0]) for mark, use in uses)
 
     def _live(self, last: int) -> list[Mark]:
         """What was made by then and is used after it."""
@@ -311,7 +373,10 @@ class Crossings:
 
     def _end_behind(self, start: int, last: int) -> End:
         """`start`: the event of the link, or -1 before the first."""
-        sent = {mark for mark in self._live(last) if mark[0] >= start}
+        live = self._live(last)
+        sent = {mark for mark in live if mark[0] >= start}
+        carried = tuple(sorted(mark for mark in live if mark[0] < start and not self.is_anew(mark[0])))
+        numbers: dict[Mark, int] = {}
         # Whatever else the model does there, such as what it does in training alone, does not matter.
         needed = {start} if start >= 0 else set()
         waiting = {mark[0] for mark in sent}
@@ -324,9 +389,11 @@ class Crossings:
             event = self._events[number]
             chosen = {index for each, index in sent if each == number} | event.counted
             forms.append(narrow(event.form, chosen, first))
+            numbers |= {(number, index): place for place, index in enumerate(sorted(chosen), start=first)}
             first += len(chosen)
         names = tuple(self._events[number].name for number in sorted(needed) if number > start)
-        return End(max(needed), {"list": forms} if names else forms[0], frozenset(sent), names)
+        output = {"list": forms} if names else forms[0]
+        return End(max(needed), output, frozenset(sent.union(carried)), names, numbers, carried)
 
     def _is_anew(self, number: int) -> bool:
         """Whether it was made from parameters alone."""
@@ -337,16 +404,3 @@ class Crossings:
         """The parameters behind it, however far."""
         event = self._events[number]
         return frozenset(event.parameters).union(*(self.made_from(mark[0]) for mark in event.behind))
-
-    def _refusal(self, start: int, stop: int) -> ConfigError:
-        links = self._watch.links
-        old = [mark for mark in self._live(start) if mark[0] < start and not self.is_anew(mark[0])]
-        mark = min(old, key=lambda mark: (-self._last_use[mark], mark))
-        user = next((event for event in self._events[stop:] if mark in event.behind), self._events[stop])
-        place = user.place - user.is_layer
-        what = f"Layer {links[place]}" if place < len(links) else "What runs after the layers"
-        return ConfigError(
-            f"{what} uses what layer {links[self._events[mark[0]].place - 1]} gave, past the layers between them."
-            " Between stages goes only what a layer gives to the next, such as the sum x of x = x + block(x): hand on"
-            " what later layers need as one more output of each."
-        )

@@ -1,0 +1,54 @@
+"""Layers that a model's own forward runs within torch.utils.checkpoint.
+
+A stage enters and leaves in the middle of such a call: at work the layer has other arguments than the call knows, and
+random numbers of its own, so that the call could not compute it again. Therefore the layer is checkpointed by itself,
+and the call around it keeps nothing of it.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from potluck.errors import ConfigError
+
+_hooks = torch._C._autograd
+
+
+def checkpointed(layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the layer; within a checkpoint of the model's own, as one of its own."""
+    outer = _hooks._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
+    if outer is None or not outer[0].__qualname__.startswith("_checkpoint_hook."):
+        return layer(*args, **kwargs)
+    _hooks._pop_saved_tensors_default_hooks()  # what the layer keeps is not the outer one's
+    try:
+        return checkpoint(functools.partial(layer, **kwargs), *args, use_reentrant=False)
+    finally:
+        _hooks._push_saved_tensors_default_hooks(*outer)
+
+
+def check_not_again(name: str) -> None:
+    """Refuses to compute a layer again for operations around it, which are in the same checkpoint."""
+    hooks = _hooks._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook."):
+        raise ConfigError(
+            f"Layer {name} runs within torch.utils.checkpoint together with operations that follow it, and cut into"
+            " stages it cannot be computed again for those. Checkpoint the layer alone, as in checkpoint(block, x,"
+            " use_reentrant=False), or take checkpoint() out and switch on StepConfig(checkpoint_activations=True)."
+        )
+
+
+def check_not_reentrant(name: str) -> None:
+    """Refuses a layer within the older kind of checkpoint, in which there is no graph that says what uses what."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name == "forward":
+            raise ConfigError(
+                f"Layer {name} runs within torch.utils.checkpoint with use_reentrant=True, which hides its gradients"
+                " from what is around it. To be cut into stages, use use_reentrant=False, or take checkpoint() out"
+                " and switch on StepConfig(checkpoint_activations=True)."
+            )
