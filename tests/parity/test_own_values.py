@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import potluck
 from potluck.engine.engine import Engine
@@ -181,3 +182,94 @@ def test_names_that_change_and_figures_that_are_none_are_refused() -> None:
             fleet.evaluate(lambda model, batch: {"a": torch.ones(2)}, (x, y), 11)
         with pytest.raises(ConfigError, match="its dictionary is empty"):
             fleet.evaluate(lambda model, batch: {}, (x, y), 11)
+
+
+# A loss that compares rows
+
+
+def contrastive(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    logits = scale.exp() * F.normalize(a, dim=1) @ F.normalize(b, dim=1).T
+    own = torch.arange(len(a))
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.left(a), self.right(b), self.scale * 1.0
+
+
+def pairs() -> Any:
+    draw = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(25, 4, generator=draw), torch.randn(25, 5, generator=draw))
+
+
+def compare_all(strategy: str, shares: tuple[float, ...]) -> dict[str, Any]:
+    with potluck.init(policy=potluck.Sync(shares=shares), strategy=getattr(potluck, strategy)()) as fleet:
+        model = Towers()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        data = DataLoader(pairs(), batch_size=8)  # the last step has one row
+        model, optimizer, loader = fleet.prepare(model, optimizer, data)  # type: ignore[assignment]
+        losses = []
+        for _ in fleet.epochs(2):
+            for a, b in loader:
+                left, right, scale = model(a, b)
+                loss = contrastive(fleet.all_gather(left), fleet.all_gather(right), scale)
+                fleet.backward(loss, samples=len(a))
+                fleet.step()
+                losses.append(fleet.last_step.loss)  # type: ignore[union-attr]
+        return {"losses": losses, "weights": fleet.state_dict()}
+
+
+def compare_alone() -> dict[str, Any]:
+    model = Towers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(2):
+        for a, b in DataLoader(pairs(), batch_size=8):
+            loss = contrastive(*model(a, b))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return {"losses": losses, "weights": model.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shares"), [("NoShard", (3.0, 1.0)), ("FullShard", ()), ("ShardGradOp", (1.0, 2.0, 1.0))]
+)
+def test_a_contrastive_loss_is_that_of_one_process_where_rows_are_gathered(
+    strategy: str, shares: tuple[float, ...]
+) -> None:
+    expected = compare_alone()
+    for rank, found in enumerate(run_ranks(len(shares) or 2, compare_all, strategy, shares)):
+        torch.testing.assert_close(found["losses"], expected["losses"], rtol=0, atol=2e-6)
+        if rank == 0:
+            for name, value in expected["weights"].items():
+                torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "samples", "said"),
+    [
+        (potluck.Cadence.published(), {}, 8, "Use the Sync policy in a process group"),
+        (potluck.Sync(), {"micro_batch_size": 2}, 2, "Leave out micro_batch_size"),
+        (potluck.Sync(), {}, 3, "takes samples=8, the rows that this worker gave to it, and not 3"),
+    ],
+    ids=["windows", "micro-batches", "other samples"],
+)
+def test_rows_are_gathered_where_all_have_them_at_once_or_it_is_said(
+    policy: Any, options: dict[str, Any], samples: int, said: str
+) -> None:
+    with potluck.init(policy=policy) as fleet:
+        model = Towers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, _, loader = fleet.prepare(model, optimizer, pairs(), batch_size=8, **options)  # type: ignore[assignment]
+        left, right, scale = model(*next(iter(loader)))
+        with pytest.raises(ConfigError, match=said):
+            fleet.backward(contrastive(fleet.all_gather(left), fleet.all_gather(right), scale), samples=samples)

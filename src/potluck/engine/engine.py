@@ -91,6 +91,8 @@ class Engine(Handle):
         self.run = RunState(self.link, self.device, step, wanted, compose(wanted))
         self.layers, self.rounds, self.lifecycle = parts(self.run)
         self._compiling: Compiling | None = None
+        self._gathered_rows: int | None = None
+        """How many rows this worker gave to all_gather() in the step under way."""
         self._tracking: Tracking | None = None
 
     @overload
@@ -298,7 +300,19 @@ class Engine(Handle):
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
         self.layers.check_backward()
+        if self._gathered_rows is not None:
+            self._check_gathered(self._gathered_rows, samples)
         self.rounds.backward(loss, samples, last)
+
+    def _check_gathered(self, rows: int, samples: float) -> None:
+        """What all_gather() has gathered weighs what this worker brought of it, and no more."""
+        micro = self.run.loader.current if self.run.loader is not None else None
+        self._gathered_rows = None
+        if samples not in (rows, micro.end - micro.start if micro is not None else rows):
+            raise ConfigError(
+                f"After fleet.all_gather(), backward() takes samples={rows}, the rows that this worker gave to it, and"
+                f" not {samples:g}."
+            )
 
     def step(self) -> StepDone | StepSkipped | None:
         """Steps the optimizer once the step's last micro-batch is done; before that it does nothing.
@@ -345,6 +359,27 @@ class Engine(Handle):
         """All workers' values in order of rank, on every worker: tensors one after the other along their first
         dimension, which may differ; numbers as a list; of a dictionary, each by its name. Called as mean() is."""
         return own_values.gather(partial(self._exchange, "fleet.gather()"), value)
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """The rows of all workers in this step, in the order of the batch, with a gradient for this worker's own.
+
+        For losses that compare each row with all others, such as contrastive ones: gather what they compare, compute
+        the loss of the whole batch on every worker, and give backward() `samples=` this worker's own rows.
+        """
+        run, micro = self.run, self.run.loader.current if self.run.loader is not None else None
+        if self.is_led or run.composition.window is not None or run.wanted.stages is not None:
+            raise ConfigError(
+                "fleet.all_gather() needs all workers in each step, and here each takes its steps by itself, or has"
+                " some layers alone. Use the Sync policy in a process group, without stages."
+            )
+        if run.loader is not None and run.loader.batch.micro_size is not None:
+            raise ConfigError(
+                "fleet.all_gather() gathers the rows of a whole step, and micro-batches come one after the other. Leave"
+                " out micro_batch_size."
+            )
+        self._gathered_rows = len(rows) if rows.dim() else 0
+        counts = micro is None or micro.weighs
+        return own_values.all_gather(partial(self._exchange, "fleet.all_gather()"), rows, self.rank, counts=counts)
 
     def _exchange(self, call: str, data: bytes) -> list[bytes]:
         if self.rounds.is_under_way:

@@ -27,6 +27,36 @@ def gather(exchange: Exchange, value: Any) -> Any:
     return _join([found for _, found in _tell_all(exchange, "gather", value)], value)
 
 
+def all_gather(exchange: Exchange, own: Tensor, rank: int, *, counts: bool) -> Tensor:
+    """The rows of all workers, with a gradient for our own. `counts`: whether our rows have a part in the step."""
+    if not (torch.is_grad_enabled() and isinstance(own, Tensor) and own.dim()):
+        raise ConfigError(
+            "fleet.all_gather() takes a tensor of rows, with gradients enabled: it is for the loss of a training step."
+            " For figures there is fleet.gather()."
+        )
+    rows = len(own) if counts else 0
+    told = gather(exchange, {"rows": rows, "values": own[:rows]})
+    every: Tensor = _AllRows.apply(own, told["values"], sum(told["rows"][:rank]), rows)  # type: ignore[no-untyped-call]
+    return every
+
+
+class _AllRows(torch.autograd.Function):
+    """Each worker computes the same loss from all rows, and takes the gradient of its own ones. A step weighs that by
+    their share of all rows, since it is made for losses that are means over a worker's own; so it is divided by it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, every: Tensor, first: int, rows: int) -> Tensor:
+        ctx.shape, ctx.first, ctx.rows, ctx.total = own.shape, first, rows, len(every)
+        return every
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[0]
+        if not ctx.rows:  # they stand in for rows that this worker does not have
+            return gradient.new_zeros(ctx.shape), None, None, None
+        return gradient[ctx.first : ctx.first + ctx.rows] * (ctx.total / ctx.rows), None, None, None
+
+
 def mean(exchange: Exchange, value: Any, weight: float) -> Any:
     """Values that weigh nothing are left out, whatever they are; if none are left, it is not a number."""
     weight = float(weight)
