@@ -88,6 +88,31 @@ def test_an_index_that_names_a_pickle_is_refused(honest: Path, tmp_path: Path) -
         load(folder)
 
 
+@pytest.mark.parametrize("part", ["../../secret/model.safetensors", "weights.txt"])
+def test_a_base_that_a_host_has_sent_reads_nothing_of_the_joiners(honest: Path, tmp_path: Path, part: str) -> None:
+    """Over a real connection, into the joiner's cache, from which the path leads to a file that is there."""
+    from potluck.fleet.base_folder import fetch_base
+    from tests.fleet.fleet import serve
+
+    (tmp_path / "secret").mkdir()
+    shutil.copy(honest / "model.safetensors", tmp_path / "secret" / "model.safetensors")
+    hostile = evil(honest, tmp_path / "hostile", part)
+    torch.save(load_file(honest / "model.safetensors"), hostile / "weights.txt")
+    server, invite, journal = serve(tmp_path / "run", encrypted=True)
+    server.serve_base(hostile)
+    server.start()
+    try:
+        place = fetch_base(invite, tmp_path / "cache")
+        assert place is not None and (place / "weights.txt").is_file()
+        if part.startswith(".."):
+            assert (place / part).is_file(), "the path leads there"
+        with pytest.raises(ConfigError, match=r"Only \*\.safetensors files of that folder itself are read"):
+            load(place)
+    finally:
+        server.stop()
+        journal.close()
+
+
 def test_settings_that_name_weights_or_another_base_lead_nowhere(honest: Path, tmp_path: Path) -> None:
     folder = tmp_path / "base"
     shutil.copytree(honest, folder)
@@ -110,6 +135,29 @@ def test_settings_that_name_weights_or_another_base_lead_nowhere(honest: Path, t
         (folder / "config.json").write_text(json.dumps(settings | {"transformers_weights": name}))
         with pytest.raises(ConfigError, match=r"config\.json says that weights are in"):
             load(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "says num_hidden_layers = 1,000,000,000, and its files hold 21 tensors"),
+        ({"vocab_size": 10**9}, "describes a model of 64B parameters"),
+        ({"hidden_size": 10**12}, "Cannot load|describes a model of"),
+    ],
+)
+def test_a_config_that_describes_more_than_its_files_hold_is_refused_before_it_is_made(
+    honest: Path, tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    from potluck.finetune.base import check_described
+
+    check_described(honest, None)
+    check_described(honest, ["odd", "even"])
+    folder = tmp_path / "base"
+    shutil.copytree(honest, folder)
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(told | settings))
+    with pytest.raises(ConfigError, match=said):
+        check_described(folder, None)
 
 
 def test_a_tokenizer_that_names_other_files_reads_none_of_them(honest: Path, tmp_path: Path, opened: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""docs/security.md names a test for each thing that an invited worker cannot do, and each of them exists."""
+"""docs/security.md names a test for each thing that a worker or a host cannot do, and each of them exists."""
 
 import re
 from pathlib import Path
@@ -18,3 +18,9 @@ def test_nothing_is_claimed_without_a_test() -> None:
     section = DOCUMENT.split("### It cannot")[1].split("\n\n")[1]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines()[2:]]
     assert len(rows) > 15 and all(len(row) == 3 and "test" in row[2] for row in rows)
+
+
+def test_what_a_host_cannot_make_a_joiner_do_is_tested_too() -> None:
+    section = DOCUMENT.split("## What a host can make a joiner do")[1].split("\n## ")[0]
+    claims = [part for part in section.split("\n- **")[1:] if not part.startswith("Not bounded")]
+    assert len(claims) > 7 and all("`test_" in claim for claim in claims), claims

@@ -1,6 +1,7 @@
 """The base: a model of Hugging Face, loaded as a recipe says, and what of it is trained."""
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from potluck.finetune.base_files import numbers_in
 from potluck.finetune.libraries import SAFELY, first_line, need, transformers
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig
 from potluck.finetune.shown_folder import shown, weight_files
+from potluck.sharding.stored import TensorFiles
+from potluck.words import count
 
+MOST_LAYERS = 512
+"""Beyond that, a model has as many tensors."""
+SLACK = 1 << 27
+"""Numbers that a model may have beside those in its files: a new head, and masks."""
 MOST_CONTEXT = 1024
 """Tokens of a row, unless the recipe asks for more: memory grows with them."""
 
@@ -140,6 +147,40 @@ def bytes_of_frozen(folder: Path, config: PretrainedConfig) -> int:
         on_disk = sum(file.stat().st_size for file in weight_files(folder))
         each = {"fp32": 4.0, "bf16": 2.0}.get(config.dtype, on_disk / max(1, numbers))
     return int(numbers * each)
+
+
+def check_described(folder: Path, labels: list[str] | None) -> None:
+    """A config.json that describes far more than its files hold is refused, before anything of it is made."""
+    with TensorFiles(weight_files(folder)) as files:
+        tensors, held = len(files.tensors), sum(stored.size for stored in files.tensors.values())
+    about = settings_of(folder)
+    for name, value in _numbers_within(about.to_dict()):
+        if ("layer" in name or "expert" in name) and value > max(MOST_LAYERS, tensors):
+            raise ConfigError(
+                f"{folder / 'config.json'} says {name} = {value:,}, and its files hold {tensors:,} tensors."
+            )
+    try:
+        shape = shape_of(folder, labels)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"Cannot load {folder}: {first_line(error)}.") from None
+    described = sum(each.numel() for each in shape.parameters())
+    beside = sum(each.numel() for each in shape.buffers())
+    packed = 16 if getattr(about, "quantization_config", None) else 4  # several numbers in one of those
+    if described > packed * held + SLACK or beside > held + SLACK:
+        raise ConfigError(
+            f"{folder / 'config.json'} describes a model of {count(described)} parameters and {count(beside)} numbers"
+            f" beside them, and its files hold {count(held)}. Is one of them missing?"
+        )
+
+
+def _numbers_within(settings: Any) -> Iterator[tuple[str, int]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _numbers_within(value)
+        elif isinstance(value, int):
+            yield str(name), value
 
 
 def known_labels(folder: Path) -> list[str] | None:

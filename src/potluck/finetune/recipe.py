@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from potluck.batch_shapes import to_device
 from potluck.engine.engine import Engine
 from potluck.errors import ConfigError
-from potluck.finetune.base import add_adapter, bytes_of_frozen, context_of, known_labels, load_base
+from potluck.finetune.base import add_adapter, bytes_of_frozen, check_described, context_of, known_labels, load_base
 from potluck.finetune.base_files import find_base, numbers_in
 from potluck.finetune.encoding import load_tokenizer
 from potluck.finetune.objective import answer_loss, label_figures, label_loss, packs_apart
@@ -53,6 +53,7 @@ def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> S
         rows = prepare_rows(config.data, tokenizer, context, config.model.task, known_labels(folder), tell)
     if speaks:
         _tell_of_rows(rows, engine)
+    check_described(folder, rows.labels)
     _check_memory(config, folder, engine)
     torch.manual_seed(config.fit.seed)
     with telling(speaks, f"Loading {folder.name if Path(config.model.hf).is_dir() else config.model.hf}"):
