@@ -1,17 +1,22 @@
-"""What a prepared model's own `save_pretrained` and `state_dict` do: they save all of it, or say that they cannot.
+"""What a prepared model's own `save_pretrained`, `state_dict` and `load_state_dict` do: all of it, or a sentence.
 
 A model keeps its class, and so the methods of its library, which know nothing of what other workers hold. They are
 shadowed on the one instance; its copies and what is pickled of it have their class's own again.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
+from potluck.errors import ConfigError
+from potluck.save.saves import sharded_of
 from potluck.save.whole_state import is_in_parts
+from potluck.sharding.sharded import Sharded
 
 
 class _Shadow:
@@ -65,6 +70,48 @@ class _PartsOfState(_Shadow):
         return self.plain(*arguments, **options)
 
 
+class _LoadWhole(_Shadow):
+    """Of a model that is split over ranks: each takes its part of whole weights, which all ranks are given alike."""
+
+    def __init__(self, model: nn.Module, replica: Replica, sharded: Sharded) -> None:
+        super().__init__(model, "load_state_dict")
+        self._replica, self._sharded = replica, sharded
+
+    def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        sharded = self._sharded
+        if sharded is not getattr(self._replica, "sharded", None):
+            raise ConfigError(
+                "model.load_state_dict() was called on a model that prepare() has cut into stages. Load weights before"
+                " prepare(), or a checkpoint with fleet.load()."
+            )
+        tied = sharded.tied()
+        firsts = {
+            tied.get(name, name): tensor for name, tensor in state_dict.items() if tied.get(name) not in state_dict
+        }
+        parts = {name: tensor for name, tensor in firsts.items() if name in sharded.split}
+        for name, tensor in parts.items():
+            if tuple(tensor.shape) != (shape := sharded.split[name].shape):
+                raise ConfigError(
+                    f"model.load_state_dict() was given {name} of shape {tuple(tensor.shape)}, and the model's is"
+                    f" {shape}."
+                )
+        rest = {name: tensor for name, tensor in state_dict.items() if tied.get(name, name) not in sharded.split}
+        found = self.plain(rest, strict=False)
+        missing = [name for name in found.missing_keys if tied.get(name, name) not in parts]
+        if strict and (missing or found.unexpected_keys):
+            raise ConfigError(
+                "model.load_state_dict() was given weights of another model:"
+                f" {', '.join([*(f'{name} is missing' for name in missing), *found.unexpected_keys])}."
+                " strict=False loads what there is."
+            )
+        with torch.no_grad(), self._replica.optimizer_writes():
+            for run in (*sharded.runs, *sharded.rest):
+                if (tensor := parts.get(run.span.name)) is not None:
+                    part = tensor.detach().reshape(-1)[run.span.start : run.span.end]
+                    run.parameter.copy_(part.view_as(run.parameter))
+        return type(found)(missing, found.unexpected_keys)
+
+
 def shadow_saving(
     run: RunState, given: nn.Module, gather: Callable[[], dict[str, Any]], rank: Callable[[], int]
 ) -> None:
@@ -76,5 +123,8 @@ def shadow_saving(
             vars(model)["save_pretrained"] = saving
     if is_in_parts(replica):
         notice = run.notice if run.speaks else lambda sentence: None
+        sharded = sharded_of(replica)
+        assert sharded is not None
         for model in {given, replica.model}:
             vars(model)["state_dict"] = _PartsOfState(model, notice)
+            vars(model)["load_state_dict"] = _LoadWhole(model, replica, sharded)

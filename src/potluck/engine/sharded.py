@@ -35,17 +35,19 @@ class ShardedReplica(Replica):
         across: Link | None = None,
         nodes: Link | None = None,
         codes_within: bool = False,
+        own_units: bool = False,
         **options: Any,
     ) -> None:
         """`across`: those who hold the same part of other replicas, where replicas step by themselves.
 
         `nodes`: where they step together, and `within` is not all ranks that do. `codes_within`: this is the only
-        replica, and its ranks send each other coded gradients.
+        replica, and its ranks send each other coded gradients. `own_units`: see SplitRequest.
         """
         self.strategy = strategy
         self._across = across or Alone()
         self._nodes = nodes
         self._codes_within = codes_within
+        self._own_units = own_units
         super().__init__(*arguments, **options)
 
     @property
@@ -79,6 +81,7 @@ class ShardedReplica(Replica):
                 group=self.within.group,
                 nodes=self._nodes.group if self._nodes is not None else None,
                 sum_over=self._sum_over if self._form.may_be_coded else None,
+                own_units=self._own_units,
             )
         except ValueError as error:
             raise ConfigError(f"strategy: {error}.") from None

@@ -8,7 +8,7 @@ has; where ranks run other modules than the rest, it adds up what does not belon
 begin its collectives in an order that all ranks share (passes.py). This is the one place that knows its insides.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -23,13 +23,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from potluck.coded_numbers import Coding
-from potluck.errors import ConfigError
+from potluck.sharding.absent import SplitPlace, name_of, refuse_replacements
 from potluck.sharding.blocks import untied
 from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
 from potluck.sharding.passes import Passes
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
+from potluck.sharding.split_parameter import mark_split, refuse_copy
 from potluck.sharding.whole_steps import check_can_split
 
 IN_USE = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
@@ -222,6 +223,18 @@ def _groups(module: nn.Module) -> list[FSDPParamGroup]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
+def _places(group: FSDPParamGroup) -> Iterator[SplitPlace]:
+    for each in group.fsdp_params:
+        info, name = each._module_info, name_of(each.sharded_param)
+
+        def holds(found: object, each: FSDPParam = each) -> bool:
+            return found is each.sharded_param or found is getattr(each, "_unsharded_param", None)
+
+        yield SplitPlace(info.module, info.param_name, name, holds)
+        for module, attribute in zip(info.shared_modules, info.shared_param_names, strict=True):
+            yield SplitPlace(module, attribute, name, holds)
+
+
 def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
     """One that was never gathered has none."""
     whole = getattr(parameter, "_unsharded_param", None)
@@ -270,7 +283,6 @@ class FullySharded(Sharded):
         # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
         self._must_wait = mesh.device_type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
         whole = dict(model.named_parameters())
-        _check_dimensions(whole)
         home = homes(optimizer)
         held = {name: parameter for name, parameter in whole.items() if id(parameter) in home}
         self.group_names = group_names(optimizer, {id(parameter): name for name, parameter in whole.items()})
@@ -297,6 +309,11 @@ class FullySharded(Sharded):
         """Units whose gradients of this step are under way already, or have arrived."""
         parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
         self.split = {name: Spec(shapes[name], part.dtype) for name, part in parts.items()}
+        for name, part in parts.items():
+            mark_split(part, name)
+        for module in self._modules:
+            vars(module)["__deepcopy__"] = refuse_copy
+            refuse_replacements(module, [place for group in _groups(module) for place in _places(group)])
         self._point_optimizer(parts, number, held)
         self._scatter: CodedScatter | None = None
         self._is_loaded = False
@@ -429,13 +446,25 @@ class FullySharded(Sharded):
             self._units.used.clear()
 
 
-def _check_dimensions(parameters: Mapping[str, Tensor]) -> None:
-    for name, parameter in parameters.items():
-        if not parameter.dim():
-            raise ConfigError(
-                f"{name} is a single number without a dimension, which FullShard cannot split. Make it"
-                " a tensor of one number, or use ShardGradOp or NoShard."
-            )
+def fits_fully_shard(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether fully_shard trains all parameters of a model right. It replaces them, and so drops their hooks; cuts them
+    along their first dimension; and sums those of a unit as one, which must be of one type and lie row by row."""
+    trained = [each for each in model.parameters() if not stays_whole(each)]
+    if any(
+        not each.dim() or not each.is_contiguous() or each.is_complex() or has_hooks(each) for each in trained
+    ):  # fmt: skip
+        return False
+    units = untied(model, blocks)
+    inside = {id(each) for unit in units for each in unit.parameters()}
+    root = [each for each in trained if id(each) not in inside]
+    return all(
+        len({each.dtype for each in unit if each.requires_grad and not stays_whole(each)}) <= 1
+        for unit in (root, *(list(unit.parameters()) for unit in units))
+    )
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _flat(part: Tensor) -> Tensor:

@@ -41,6 +41,8 @@ class SplitRequest:
     """If `group` is one node of several: the ranks of our place in each."""
     sum_over: Callable[[dist.ProcessGroup], Callable[[Tensor], None]] | None = None
     """Of the ranks of our place in each node: what sums a gradient over them; none: torch's own."""
+    own_units: bool = False
+    """FullShard and HybridShard use units.py, since torch's fully_shard would not train this model right."""
 
 
 class Sharded:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from potluck.environment import free_memory_bytes, read_bytes
 from potluck.errors import ConfigError
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.collectives import Collectives
-from potluck.sharding.fsdp import FullySharded
+from potluck.sharding.fsdp import FullySharded, fits_fully_shard
 from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from potluck.sharding.uneven import UnevenShards
@@ -57,10 +58,17 @@ def shard_over(
     model: nn.Module, optimizer: Optimizer, strategy: ShardingStrategy, device: torch.device, **how: Any
 ) -> Sharded:
     """Splits a model over all ranks of the default process group, or over those of `group`. `how`: see SplitRequest."""
-    wanted = SplitRequest(model, optimizer, device, **{"blocks": find_blocks(model)} | how)
+    how = {"blocks": find_blocks(model)} | how
+    how.setdefault("own_units", not fits_fully_shard(model, how["blocks"]))
+    wanted = SplitRequest(model, optimizer, device, **how)
     build = next((BUILDERS[kind] for kind in type(strategy).__mro__ if kind in BUILDERS), None)
     if build is None:
         raise ConfigError(f"{type(strategy).__name__} splits nothing.")
+    if wanted.own_units and wanted.offload and device.type == "cuda" and not strategy.keeps_parameters_whole:
+        raise ConfigError(
+            "step.offload_optimizer does not go with FullShard where parameters have hooks or no dimension, are complex"
+            " or not contiguous, or are of several types in one block. Leave it out, or use ShardGradOp."
+        )
     return build(strategy, wanted)
 
 
@@ -77,7 +85,8 @@ def _shard_grad_op(strategy: ShardGradOp, wanted: SplitRequest) -> Sharded:
 
 
 def _full_shard(strategy: FullShard, wanted: SplitRequest) -> Sharded:
-    if (weights := _weights(strategy, wanted)) is not None:
+    weights = _weights(strategy, wanted)
+    if weights is not None or wanted.own_units:
         return UnevenShards(wanted, weights)
     return FullySharded(wanted, _mesh_over(wanted.device, wanted.group, None, (_world(),)))
 
@@ -85,7 +94,11 @@ def _full_shard(strategy: FullShard, wanted: SplitRequest) -> Sharded:
 def _hybrid_shard(strategy: HybridShard, wanted: SplitRequest) -> Sharded:
     nodes = strategy.nodes(_world()) if wanted.group is None else 1
     shape = (nodes, strategy.intra_node_size) if nodes > 1 else (_world(),)
-    return FullySharded(wanted, _mesh_over(wanted.device, wanted.group, wanted.nodes, shape))
+    mesh = _mesh_over(wanted.device, wanted.group, wanted.nodes, shape)
+    if not wanted.own_units:
+        return FullySharded(wanted, mesh)
+    over_nodes = mesh.get_group(0) if mesh.ndim == 2 else None
+    return UnevenShards(replace(wanted, group=mesh.get_group(mesh.ndim - 1), nodes=over_nodes))
 
 
 BUILDERS: dict[type, Callable[[Any, SplitRequest], Sharded]] = {

@@ -17,6 +17,7 @@ or run them in another order, passes.py keeps the ranks together.
 Why this is not torch's fully_shard: docs/decisions/0012-uneven-shards-have-their-own-engine.md.
 """
 
+import operator
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from potluck.errors import ConfigError
+from potluck.sharding.absent import SplitPlace, refuse_replacements
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.optimizer_shard import weights_for
 from potluck.sharding.passes import Passes
@@ -44,12 +46,16 @@ class UnevenShards(Sharded):
     in_step = gathers = True
 
     def __init__(self, wanted: SplitRequest, weights: Sequence[float] | None = None) -> None:
-        """`weights`: each rank's part, in proportion."""
+        """`weights`: each rank's part, in proportion; none: equal. Nodes have equal weights, so that the same places of
+        theirs own the same numbers."""
         self.model, self.optimizer, self.device = wanted.model, wanted.optimizer, wanted.device
         check_can_split(self.optimizer)
         self.collectives = Collectives(wanted.group)
         self._weights = weights_for(weights, self.collectives.world)
-        self._share = 1 / self.collectives.world if wanted.mean else 1.0
+        self._nodes = Collectives(wanted.nodes) if wanted.nodes is not None else None
+        self._sum_over_nodes = self._how_nodes_sum(wanted)
+        ranks = self.collectives.world * (self._nodes.world if self._nodes is not None else 1)
+        self._share = 1 / ranks if wanted.mean else 1.0
         self._computes_in = torch.bfloat16 if wanted.bf16 else None
         self._in_backward = self._is_owed = False
         """Whether a backward runs; and whether one was announced that has not ended."""
@@ -71,9 +77,11 @@ class UnevenShards(Sharded):
             skip=self._skip,
             may_begin_early=lambda each: each < len(self._blocks) and self._blocks[each].placement is Placement.SPLIT,
             used=list,
-            agree=self.collectives.maximum,
+            agree=self._agree,
         )
         self._hook(distinct)
+        for unit in self._units:
+            unit.hide()
 
     # A step
 
@@ -91,7 +99,7 @@ class UnevenShards(Sharded):
     def finish(self) -> None:
         self.end_backward()
         while self._sums:
-            self._sums.pop(0).take_in(self._share)
+            self._sums.pop(0).take_in(self._share, self._sum_over_nodes)
 
     def gradients(self) -> list[Tensor]:
         return [home.gradient for home in self._homes.values() if home.gradient is not None]
@@ -120,13 +128,26 @@ class UnevenShards(Sharded):
         return len(self._used) < len(self._trained)
 
     def drop_unused(self) -> None:
-        self._forget_unused(self._trained, [name in self._used for name in self._trained])
+        used = torch.tensor([name in self._used for name in self._trained], dtype=torch.int32)
+        self._agree(used)
+        self._forget_unused(self._trained, used.bool().tolist())
 
     def _parameters(self) -> list[Tensor]:
         gathered = [stretch.whole for unit in self._units for stretch in unit.stretches]
         return [home.flat for home in self._homes.values()] + gathered
 
+    def _agree(self, told: Tensor) -> None:
+        for over in (self.collectives, self._nodes):
+            if over is not None:
+                over.maximum(told)
+
     # How it is made
+
+    def _how_nodes_sum(self, wanted: SplitRequest) -> Callable[[Tensor], None] | None:
+        nodes = self._nodes
+        if nodes is None or nodes.group is None or nodes.world == 1:
+            return None
+        return wanted.sum_over(nodes.group) if wanted.sum_over is not None else lambda part: _wait(nodes, part)
 
     def _members(self) -> dict[int, FlatParamMember]:
         """By a parameter's id, so that a tied one is there once."""
@@ -196,6 +217,7 @@ class UnevenShards(Sharded):
         for unit, module in zip(self._units, [*blocks, self.model], strict=True):
             module.register_forward_pre_hook(quiet(partial(self._before_forward, unit)), prepend=True, with_kwargs=True)
             module.register_forward_hook(quiet(partial(self._after_forward, unit)))
+            refuse_replacements(module, self._places(unit))
         for module in self.model.modules():
             # Also where somebody calls a part of the model without the model.
             if module is not self.model and any(id(p) in self._root_ids for p in module.parameters(recurse=False)):
@@ -206,6 +228,15 @@ class UnevenShards(Sharded):
                     if member.parameter.requires_grad:
                         on_gradient = partial(self._on_gradient, unit, stretch, index)
                         member.parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def _places(self, unit: ParamGroup) -> list[SplitPlace]:
+        names = {id(member.parameter): member.name for stretch in unit.stretches for member in stretch.members}
+        return [
+            SplitPlace(module, attribute, names[id(parameter)], partial(operator.is_, parameter))
+            for module in self.model.modules()
+            for attribute, parameter in module._parameters.items()
+            if id(parameter) in names
+        ]
 
     # While it computes
 
@@ -317,7 +348,7 @@ class UnevenShards(Sharded):
         for stretch in unit.stretches:
             if stretch.is_trained:
                 while len(self._sums) >= MOST_ON_THEIR_WAY:
-                    self._sums.pop(0).take_in(self._share)
+                    self._sums.pop(0).take_in(self._share, self._sum_over_nodes)
                 self._sums.append(stretch.start_reduce(self.collectives))
 
     @torch.no_grad()
@@ -329,3 +360,7 @@ class UnevenShards(Sharded):
         unit.owes_sums = True
         self._used.add(stretch.members[index].name)
         stretch.add_gradient(index)
+
+
+def _wait(over: Collectives, part: Tensor) -> None:
+    over.start_sum(part).wait()

@@ -8,7 +8,7 @@ A gathered stretch is one flat tensor, of which the parameters are views. Only i
 saved views of it find their numbers again once it is gathered again. Knows nothing of when that has to happen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate, groupby, pairwise
@@ -16,6 +16,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor, nn
 
+from potluck.sharding.absent import AbsentParameter, name_parameter
 from potluck.sharding.collectives import Collectives, Pending
 from potluck.sharding.optimizer_shard import OptimizerShard
 from potluck.sharding.runs import Span
@@ -97,8 +98,11 @@ class FlatParam:
         cuts = pairwise(self.starts)
         self._views = [self.whole[a:b].view(m.shape) for (a, b), m in zip(cuts, self.members, strict=True)]
         self.whole.untyped_storage().resize_(0)
-        # Reading a parameter that is not gathered must give nonsense that shows, and not read memory that is gone.
-        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+        self._classes = [type(member.parameter) for member in self.members]
+        # What reads one that is not gathered, below Python, must see nonsense that shows, and not memory that is gone.
+        nothing = torch.full(
+            (), float("nan") if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device
+        )
         self._absent = [nothing.expand(member.shape) for member in self.members]
         self._gradient: Tensor | None = None  # [all numbers], while it arrives
         self._arrived: set[int] = set()
@@ -124,11 +128,21 @@ class FlatParam:
             gradient = home.gradient[place] if home.gradient is not None else None
             self.pieces.append(FlatParamPiece(at, end, home.flat[place], gradient))
             at = end
-        self._point(self._absent)
-
-    def _point(self, tensors: list[Tensor]) -> None:
-        for member, tensor in zip(self.members, tensors, strict=True):
+        for member, tensor in zip(self.members, self._absent, strict=True):
             member.parameter.data = tensor
+            name_parameter(member.parameter, member.name)
+
+    def _point(self, tensors: list[Tensor], *, absent: bool) -> None:
+        for member, tensor, own in zip(self.members, tensors, self._classes, strict=True):
+            parameter = member.parameter
+            parameter.__class__ = own
+            parameter.data = tensor
+            if absent:
+                parameter.__class__ = AbsentParameter
+
+    def hide(self) -> None:
+        """Whatever uses a parameter that is not gathered is told, and gets no numbers."""
+        self._point(self._absent, absent=True)
 
     def start_gather(self, over: Collectives) -> None:
         self.whole.untyped_storage().resize_(self._whole_bytes)
@@ -154,11 +168,11 @@ class FlatParam:
         self._pending = []
 
     def show(self) -> None:
-        self._point(self._views)
+        self._point(self._views, absent=False)
 
     def release(self) -> None:
         self.wait()
-        self._point(self._absent)
+        self.hide()
         self.whole.untyped_storage().resize_(0)
 
     # Gradients
@@ -209,11 +223,13 @@ class Sum:
     gradient: Tensor  # [all numbers of the stretch]
     works: list[Pending]
 
-    def take_in(self, share: float) -> None:
+    def take_in(self, share: float, sum_over_nodes: Callable[[Tensor], None] | None = None) -> None:
         for work in self.works:
             work.wait()
         for piece in self.pieces:
             assert piece.gradient is not None
+            if sum_over_nodes is not None:
+                sum_over_nodes(self.gradient[piece.start : piece.end])
             piece.gradient.add_(self.gradient[piece.start : piece.end], alpha=share)
 
 
@@ -252,6 +268,10 @@ class ParamGroup:
             for stretch in self.stretches:
                 stretch.release()
             self.placement = Placement.SPLIT
+
+    def hide(self) -> None:
+        for stretch in self.stretches:
+            stretch.hide()
 
     def forget(self) -> None:
         self.uses, self.owes_sums = 0, False

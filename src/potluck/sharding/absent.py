@@ -1,0 +1,126 @@
+"""Parameters without numbers: those of a block that is not gathered, as a loop sees them between forwards.
+
+Shapes, types and gradients can be asked for. Whatever would read or write numbers, and would find NaN or be lost, is
+refused with a sentence that names the parameter and what to do instead.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from potluck.errors import ConfigError
+
+VIEWS = {Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag}
+"""Attributes that give numbers."""
+SETTABLE = {Tensor.grad, Tensor.requires_grad}
+QUESTIONS = {
+    Tensor.__len__,
+    Tensor.dim,
+    Tensor.element_size,
+    Tensor.get_device,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.is_signed,
+    Tensor.ndimension,
+    Tensor.nelement,
+    Tensor.numel,
+    Tensor.register_hook,
+    Tensor.requires_grad_,
+    Tensor.size,
+    Tensor.stride,
+    torch._has_compatible_shallow_copy_type,
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.numel,
+}
+"""Functions that need no numbers."""
+
+
+class AbsentParameter(nn.Parameter):
+    """The class of a parameter while its block is not gathered; its own comes back with its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if _needs_no_numbers(func, args):
+                return func(*args, **(kwargs or {}))
+            if func is Tensor.to and (found := func(*args, **(kwargs or {}))) is args[0]:
+                return found  # model.to() of the device where it is
+        for each in tree_leaves((args, kwargs or {})):
+            if isinstance(each, AbsentParameter):
+                if func is Tensor.register_post_accumulate_grad_hook:
+                    refuse_hook(each)
+                raise ConfigError(outside(each))
+        raise AssertionError(func)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Parameter {name_of(self)}, split over ranks, {tuple(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlace:
+    """Where a module has a split parameter, and what we put there."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+    holds: Callable[[object], bool]
+
+    def check(self) -> None:
+        if not self.holds(self.module._parameters.get(self.attribute)):
+            raise ConfigError(
+                f"{self.name} was replaced by another tensor, as by torch.func.functional_call. It is split over ranks,"
+                " and its forward would compute with the numbers of the ranks instead. Use ShardGradOp or NoShard,"
+                " which keep parameters whole."
+            )
+
+
+def refuse_replacements(module: nn.Module, places: Sequence[SplitPlace]) -> None:
+    """Before each forward of a module, which gathers these places."""
+
+    def check(module: nn.Module, args: Any) -> None:
+        for place in places:
+            place.check()
+
+    quiet: Callable[..., Any] = torch.compiler.disable
+    module.register_forward_pre_hook(quiet(check), prepend=True)
+
+
+def name_parameter(parameter: Tensor, name: str) -> None:
+    """What it is called in the sentences."""
+    parameter._name_of_split = name  # type: ignore[attr-defined]
+
+
+def name_of(parameter: Tensor) -> str:
+    return getattr(parameter, "_name_of_split", "a parameter")
+
+
+def _needs_no_numbers(func: Any, args: Any) -> bool:
+    attribute, kind = getattr(func, "__self__", None), getattr(func, "__name__", "")
+    if kind == "__get__":
+        return attribute not in VIEWS
+    if kind == "__set__":
+        return attribute in SETTABLE or (attribute is Tensor.data and args[0] is args[1])
+    return func in QUESTIONS
+
+
+def refuse_hook(parameter: Tensor) -> NoReturn:
+    raise ConfigError(
+        f"A hook was registered on {name_of(parameter)} after prepare(), which has split it over ranks: it would not be"
+        " called. Register hooks on parameters before prepare()."
+    )
+
+
+def outside(parameter: Tensor) -> str:
+    return (
+        f"{name_of(parameter)} was used outside of its module's forward. It is split over ranks, and whole only while"
+        " the module that owns it computes. To read weights between steps, call fleet.state_dict() on every worker:"
+        " rank 0 gets all of them. To write them, do so before prepare(), or call model.load_state_dict() with"
+        " whole weights on every worker. For a loss that uses them, use them within that module's forward(), or use"
+        " ShardGradOp or NoShard, which keep parameters whole; weight decay is the optimizer's."
+    )

@@ -1,0 +1,202 @@
+"""Odd parameters, and odd uses of them, where they are split over ranks: against plain PyTorch in one process."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import potluck
+from potluck import FullShard, HybridShard, Sync
+from potluck.errors import ConfigError
+from tests.ranks import run_ranks
+
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "full": (2, FullShard()),
+    "weights": (2, FullShard(weights=(1.0, 2.0))),
+    "hybrid": (4, HybridShard(intra_node_size=2)),
+}
+
+
+class Block(nn.Module):
+    """Of one odd parameter, or none."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(8, 8)
+        if kind == "no dimension":
+            self.odd = nn.Parameter(torch.tensor(0.7))
+        elif kind == "channels last":
+            self.odd = nn.Parameter(torch.randn(2, 2, 3, 3).to(memory_format=torch.channels_last))
+        elif kind == "other type":
+            self.odd = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        elif kind == "complex":
+            self.odd = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.kind:
+            case "no dimension":
+                x = x * self.odd
+            case "channels last":
+                x = F.conv2d(x.view(-1, 2, 2, 2), self.odd, padding=1).flatten(1)
+            case "other type":
+                x = x * self.odd.double()
+            case "complex":
+                x = (x.to(torch.complex128) @ self.odd).real
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self, kinds: Sequence[str]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block(kind) for kind in kinds)
+        self.out = nn.Linear(8, 1)
+        self.double()
+        self.logit_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        if "other type" in kinds:
+            block = self.blocks[list(kinds).index("other type")]
+            block.odd = nn.Parameter(block.odd.detach().float())  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x) * self.logit_scale.exp()
+
+
+def odd() -> Net:
+    """Beside odd parameters: rows that a hook keeps as they are, of a layer and in a block; and scaled gradients."""
+    model = Net(("", "no dimension", "channels last", "other type", "complex"))
+    mask = torch.ones(8, 1, dtype=torch.float64)
+    mask[:4] = 0
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad *= 0.5
+
+    model.inp.weight.register_hook(lambda gradient: gradient * mask)
+    model.blocks[0].linear.weight.register_hook(lambda gradient: gradient * mask)  # type: ignore[union-attr, operator]
+    model.blocks[4].linear.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[union-attr, operator]
+    return model
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(24, 4, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True)
+
+
+def plain(model: nn.Module, loss_of: Callable[..., Tensor]) -> dict[str, Tensor]:
+    x, y = rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for a, b in zip(x.split(8), y.split(8), strict=True):
+            optimizer.zero_grad()
+            loss_of(model, a, b).backward()
+            optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def mean_square(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    found: Tensor = (model(x) - y).square().mean()
+    return found
+
+
+def split(build: Callable[[], nn.Module], loss_of: Callable[..., Tensor], strategy: Any) -> dict[str, Tensor]:
+    """What the model is after the same steps, on rank 0."""
+    model = build()
+    with potluck.init(strategy=strategy, policy=Sync(balance=False)) as fleet:
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        train(fleet, model, loss_of)
+        return fleet.state_dict()
+
+
+def train(fleet: Any, model: nn.Module, loss_of: Callable[..., Tensor]) -> None:
+    """Each rank has some rows of each batch, in two parts."""
+    for _ in range(2):
+        for batch in zip(*(part.split(8) for part in rows()), strict=True):
+            mine = [part[fleet.rank :: fleet.world] for part in batch]
+            half = len(mine[0]) // 2
+            for part, last in ((slice(0, half), False), (slice(half, None), True)):
+                x, y = (each[part] for each in mine)
+                fleet.backward(loss_of(model, x, y), samples=len(x), last=last)
+            fleet.step()
+
+
+def check(build: Callable[[], nn.Module], loss_of: Callable[..., Tensor], kind: str, rtol: float = 1e-9) -> None:
+    world, strategy = STRATEGIES[kind]
+    state = run_ranks(world, split, build, loss_of, strategy)[0]
+    for name, expected in plain(build(), loss_of).items():
+        torch.testing.assert_close(
+            state[name], expected, rtol=rtol, atol=rtol, msg=lambda said, name=name: f"{name}: {said}"
+        )
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_parameters_of_every_kind_train_as_in_one_process(kind: str) -> None:
+    check(odd, mean_square, kind, rtol=1e-6)  # one of them has 32 bits
+
+
+# Uses of parameters outside of a forward
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "its product with rows": lambda model, x: x @ model.inp.weight.T,
+    "a loss with L2": lambda model, x: model(x).sum() + sum(each.square().sum() for each in model.parameters()),
+    "a loss with a block's weight": lambda model, x: model(x).sum() + model.blocks[1].linear.weight.square().sum(),
+    "functional_call": lambda model, x: torch.func.functional_call(
+        model.blocks[0], {"linear.weight": torch.zeros(8, 8, dtype=torch.float64)}, (x.repeat(1, 2),)
+    ),
+    "a late hook": lambda model, x: model.blocks[1].linear.weight.register_post_accumulate_grad_hook(
+        lambda parameter: None
+    ),
+    "nn.init": lambda model, x: nn.init.normal_(model.blocks[0].linear.weight),
+    "a copy": lambda model, x: torch.optim.swa_utils.AveragedModel(model),
+}
+ONLY_BY_WEIGHT: dict[str, Callable[..., Any]] = {  # torch's DTensor takes these, and is right
+    "an average": lambda model, x: [each.detach().clone() for each in model.parameters()],
+    "zeros": lambda model, x: nn.init.zeros_(model.blocks[0].linear.weight),
+    "clamped": lambda model, x: model.blocks[0].linear.weight.data.clamp_(-1, 1),
+    "its state": lambda model, x: model.state_dict(),
+}
+
+
+def usual() -> Net:
+    model = Net(("", ""))
+    del model.logit_scale
+    model.logit_scale = nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
+    return model
+
+
+def uses(strategy: Any) -> dict[str, Any]:
+    """What is said of each; then weights are loaded, and trained."""
+    model, x = usual(), rows()[0]
+    with potluck.init(strategy=strategy, policy=Sync(balance=False)) as fleet:
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        model.to("cpu").requires_grad_(True).train()
+        said = {}
+        for name, use in (REFUSED | (ONLY_BY_WEIGHT if strategy.weights else {})).items():
+            try:
+                use(model, x)
+                said[name] = "nothing"
+            except ConfigError as refusal:
+                said[name] = str(refusal)
+        whole = {name: torch.full_like(tensor, 0.25) for name, tensor in usual().state_dict().items()}
+        model.load_state_dict(whole)
+        train(fleet, model, mean_square)
+        return {"said": said, "state": fleet.state_dict()}
+
+
+@pytest.mark.parametrize("kind", ["weights", "full"])
+def test_uses_outside_of_a_forward_are_right_or_a_sentence_and_whole_weights_are_loaded(kind: str) -> None:
+    found = run_ranks(2, uses, STRATEGIES[kind][1])
+    for name, sentence in found[0]["said"].items():
+        assert "NoShard" in sentence or "before prepare()" in sentence, name
+    model = usual()
+    model.load_state_dict({name: torch.full_like(tensor, 0.25) for name, tensor in model.state_dict().items()})
+    for name, expected in plain(model, mean_square).items():
+        torch.testing.assert_close(found[0]["state"][name], expected, rtol=1e-9, atol=1e-9)
