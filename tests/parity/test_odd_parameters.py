@@ -1,6 +1,7 @@
 """Odd parameters, and odd uses of them, where they are split over ranks: against plain PyTorch in one process."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,3 +201,88 @@ def test_uses_outside_of_a_forward_are_right_or_a_sentence_and_whole_weights_are
     model.load_state_dict({name: torch.full_like(tensor, 0.25) for name, tensor in model.state_dict().items()})
     for name, expected in plain(model, mean_square).items():
         torch.testing.assert_close(found[0]["state"][name], expected, rtol=1e-9, atol=1e-9)
+
+
+# Blocks and losses out of the ordinary
+
+
+class HandsOn(nn.Module):
+    """A block that gives its own input too, which is what the block before it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.full((8,), 0.9))
+
+    def forward(self, x: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x) * self.gain) + (0 if skip is None else 0.1 * skip), x
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inp, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(HandsOn() for _ in range(3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        x, skip = self.inp(x), None
+        for block in self.blocks:
+            x, skip = block(x, skip)
+        return self.out(x + skip)
+
+
+def gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_(True)
+    given = model(x)
+    (slope,) = torch.autograd.grad(given.sum(), x, create_graph=True)
+    found: Tensor = (given - y).square().mean() + 0.1 * slope.square().sum(1).mean()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["weights", "full", "hybrid"])
+def test_second_derivatives_and_blocks_that_hand_on_their_input_train_as_in_one_process(kind: str) -> None:
+    check(Skipping, gradient_penalty, kind)
+
+
+def unequal(strategy: Any) -> str:
+    model = usual()
+    with potluck.init(strategy=strategy, policy=Sync(balance=False)) as fleet:
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = rows()[0][:4]
+        try:
+            for part in x.split(2 + 2 * fleet.rank):
+                fleet.backward(model(part).square().mean(), samples=len(part), last=fleet.rank == 1)
+        except ConfigError as refusal:
+            return str(refusal)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["weights", "full"])
+def test_another_number_of_backwards_on_one_rank_is_a_sentence(kind: str) -> None:
+    for said in run_ranks(2, unequal, STRATEGIES[kind][1]):
+        assert said.startswith("Some workers called backward() with last=False where others")
+
+
+def saved_and_loaded(folder: str, strategy: Any) -> list[dict[str, Tensor]]:
+    found = []
+    with potluck.init():
+        for _ in range(2):
+            model = odd()
+            fleet = potluck.init(strategy=strategy, policy=Sync(balance=False))
+            model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+            if not fleet.load(folder):
+                train(fleet, model, mean_square)
+                fleet.save(folder)
+                fleet.wait_for_saves()
+            found.append(fleet.state_dict())
+    return found
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, FullShard()), (1, potluck.NoShard())], ids=["full", "whole"])
+def test_parameters_of_every_kind_are_saved(world: int, strategy: Any, tmp_path: Path) -> None:
+    saved, loaded = run_ranks(world, saved_and_loaded, str(tmp_path), strategy)[0]
+    assert saved.keys() == loaded.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(loaded[name], tensor), name

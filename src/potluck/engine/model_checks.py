@@ -19,6 +19,18 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError("The model has no parameter that requires a gradient, so there is nothing to train.")
 
 
+def check_no_writes(model: nn.Module) -> None:
+    """Refuses layers that write their weight in forward, where several workers hold it or parts of it."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'The model'} is an embedding with max_norm, which scales rows of its weight in each forward:"
+                " on each worker those of its own rows. Leave max_norm out, and scale what it gives in the model's own"
+                " forward(), such as by x * (limit / x.norm(dim=-1, keepdim=True)).clamp(max=1); or train on one worker"
+                " with NoShard."
+            )
+
+
 def check_own_memory(model: nn.Module) -> None:
     """Refuses parameters whose elements share memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -26,7 +26,7 @@ from potluck.coded_numbers import Coding
 from potluck.sharding.absent import SplitPlace, name_of, refuse_replacements
 from potluck.sharding.blocks import untied
 from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
-from potluck.sharding.passes import Passes
+from potluck.sharding.passes import Lasts, Passes
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
@@ -60,17 +60,21 @@ class FullyShardedUnits:
         self._sum_of = {id(group): group.post_backward for group in (*self._groups, *self._roots)}
         trained = [each for group in (*self._groups, *self._roots) for each in group.fsdp_params]
         self._parameters = {id(each): self._names[id(each.sharded_param)] for each in trained}
+        self._trained = next((each for each in trained if each.sharded_param.requires_grad), None)
         self._used: set[int] = set()
         self.used: set[str] = set()
         """The parameters that got a gradient on any rank, in the backwards since somebody emptied it."""
         self.has_ended = True
-        self._is_ending = False
+        self.lasts = Lasts()
+        self._is_ending = self._makes_graph = self._is_aside = False
+        """Whether a backward ends; whether one has made a graph, of which the next takes gradients; and whether this
+        one is no backward of the step, such as autograd.grad() in a loss."""
         self._passes = Passes(
             len(self._groups),
             begin=self._begin,
             skip=self._skip,
             may_begin_early=self._may_begin_early,
-            used=lambda: [each in self._used for each in self._parameters],
+            used=lambda: [*self.lasts.tell(not self.has_ended), *(each in self._used for each in self._parameters)],
             agree=self._agree,
         )
         self._put_in_place(model)
@@ -112,6 +116,7 @@ class FullyShardedUnits:
     def _want_gather(self, number: int, async_op: bool = False) -> None:
         if torch._C._current_graph_task_id() != -1:
             self._before_backward()
+            self._makes_graph |= torch.is_grad_enabled()
         if self._groups[number].is_unsharded:
             return
         if self._passes.kind is None:  # somebody runs a block without the model
@@ -140,7 +145,21 @@ class FullyShardedUnits:
                 with root.use_training_state(TrainingState.PRE_BACKWARD):
                     root.unshard(root.unshard_async_op)
                     root.wait_for_unshard()
+        gradient = self._trained.sharded_param.grad if self._trained is not None else None
+        self._is_aside = gradient is not None and not isinstance(gradient, DTensor)  # it is sealed: engine/seal.py
         self._passes.start("backward")
+
+    @torch.no_grad()
+    def announce(self, *, last: bool) -> None:
+        """Before a backward of the step."""
+        self.has_ended, self.lasts.last = False, last
+        if self._makes_graph:
+            # The gradient of a gradient reads parameters before any block says that its backward begins.
+            self._start_backward()
+            for number in reversed(range(len(self._groups))):
+                self._want_gather(number)
+                self._groups[number].wait_for_unshard()
+                self._groups[number]._training_state = TrainingState.PRE_BACKWARD
 
     def _end_backward(self) -> None:
         if self._passes.kind != "backward":
@@ -158,7 +177,10 @@ class FullyShardedUnits:
             self._sum(root)
         for group in self._groups:
             _release(group)
-        told = zip(self._parameters.values(), self._passes.used_by_any, strict=True)
+        if not self.has_ended:
+            self.lasts.hear(self._passes.used_by_any)
+            self._makes_graph = False
+        told = zip(self._parameters.values(), self._passes.used_by_any[2:], strict=True)
         self.used |= {name for name, is_used in told if is_used}
         self._used.clear()
         self.has_ended = True
@@ -191,7 +213,7 @@ class FullyShardedUnits:
 
     def _fill(self, group: FSDPParamGroup) -> None:
         """Zeros for what no backward of this rank has used, so that all ranks sum the same parameters."""
-        for each in group.fsdp_params:
+        for each in () if self._is_aside else group.fsdp_params:
             if _gradient(each) is not None:
                 self._used.add(id(each))
             elif hasattr(each, "_unsharded_param") and each._unsharded_param.requires_grad:
@@ -199,6 +221,10 @@ class FullyShardedUnits:
 
     def _sum(self, group: FSDPParamGroup, *, in_use: bool = False) -> None:
         """`in_use`: its backward is not over, so that the rest of its gradients are summed once more later on."""
+        if self._is_aside:
+            if not in_use:
+                _release(group)
+            return
         self._before_sum(group)
         state, group.reshard_after_backward = group._training_state, not in_use
         self._sum_of[id(group)]()
@@ -387,12 +413,14 @@ class FullySharded(Sharded):
             self._lent.finish()
             self._lent.arm(waits=self._must_wait or self._units is None)
         if self._units is not None:
-            self._units.has_ended = False
+            self._units.announce(last=last)
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        if self._units is not None and not self._units.has_ended:
-            self._units.take_part()
+        if self._units is not None:
+            if not self._units.has_ended:
+                self._units.take_part()
+            self._units.lasts.check()
 
     @property
     def used(self) -> Set[str]:

@@ -20,7 +20,33 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from potluck.errors import ConfigError
+
 Kind = Literal["forward", "backward"]
+UNEQUAL = (
+    "Some workers called backward() with last=False where others called the last one of the step. This strategy sums"
+    " gradients in each backward, so every worker has to run as many of them. Cut batches with micro_batch_size= of"
+    " prepare(), which gives each worker as many parts; or use NoShard, or ShardGradOp(keep_gradients=True)."
+)
+
+
+class Lasts:
+    """Whether all ranks take the same backward for the step's last: else some would wait for what never comes."""
+
+    def __init__(self) -> None:
+        self.last = True
+        self._differ = False
+
+    def tell(self, is_announced: bool) -> list[bool]:
+        """What a rank says of a backward; of one that was not announced, as in a loss, nothing."""
+        return [is_announced and self.last, is_announced and not self.last]
+
+    def hear(self, told_by_any: Sequence[bool]) -> None:
+        self._differ = all(told_by_any[:2])
+
+    def check(self) -> None:
+        if self._differ:
+            raise ConfigError(UNEQUAL)
 
 
 class Passes:

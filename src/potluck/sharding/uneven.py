@@ -31,7 +31,7 @@ from potluck.errors import ConfigError
 from potluck.sharding.absent import SplitPlace, refuse_replacements
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.optimizer_shard import weights_for
-from potluck.sharding.passes import Passes
+from potluck.sharding.passes import Lasts, Passes
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, claim, group_names, homes, run_of, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
@@ -57,8 +57,10 @@ class UnevenShards(Sharded):
         ranks = self.collectives.world * (self._nodes.world if self._nodes is not None else 1)
         self._share = 1 / ranks if wanted.mean else 1.0
         self._computes_in = torch.bfloat16 if wanted.bf16 else None
-        self._in_backward = self._is_owed = False
-        """Whether a backward runs; and whether one was announced that has not ended."""
+        self._in_backward = self._is_owed = self._makes_graph = False
+        """Whether a backward runs; whether one was announced that has not ended; and whether one has made a graph, of
+        which the next will take gradients."""
+        self._lasts = Lasts()
         self._current: ParamGroup | None = None
         """The block whose backward runs."""
         self._sums: list[Sum] = []
@@ -76,7 +78,7 @@ class UnevenShards(Sharded):
             begin=self._begin,
             skip=self._skip,
             may_begin_early=lambda each: each < len(self._blocks) and self._blocks[each].placement is Placement.SPLIT,
-            used=list,
+            used=lambda: self._lasts.tell(self._is_owed),
             agree=self._agree,
         )
         self._hook(distinct)
@@ -87,13 +89,21 @@ class UnevenShards(Sharded):
 
     def arm(self, *, last: bool) -> None:
         self.end_backward()
-        self._is_owed = True
+        self._is_owed, self._lasts.last = True, last
+        if self._makes_graph:
+            # The gradient of a gradient reads parameters before any block says that its backward begins.
+            with torch.no_grad():
+                self._start_backward()
+                for unit in reversed(self._blocks):
+                    self._gather(unit)
 
     @torch.no_grad()
     def end_backward(self) -> None:
         if self._is_owed:
-            self._start_backward()
+            if not self._in_backward:
+                self._start_backward()
             self._end_backward()
+        self._lasts.check()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -117,7 +127,8 @@ class UnevenShards(Sharded):
             gradient.zero_()
         self._used.clear()
         self._idle = frozenset()
-        self._in_backward, self._current = False, None
+        self._in_backward = self._makes_graph = False
+        self._current = None
 
     @property
     def used(self) -> Set[str]:
@@ -245,7 +256,9 @@ class UnevenShards(Sharded):
             self._gather(unit)
             if unit is self._root and not self._in_backward:
                 self._passes.start("forward")
-        return None if self._computes_in is None else tree_map_only(Tensor, self._cast, (args, kwargs))
+        cast = None if self._computes_in is None else tree_map_only(Tensor, self._cast, (args, kwargs))
+        unit.began = torch._C._autograd._get_sequence_nr()
+        return cast
 
     def _gather(self, unit: ParamGroup) -> None:
         unit.in_use = True
@@ -278,13 +291,15 @@ class UnevenShards(Sharded):
         if self._in_backward:
             return  # computed again: its backward comes at once
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        # One that it only hands on is of a block before it, whose backward comes when this block's is over.
+        own = [each for each in tensors if each.grad_fn is not None and each.grad_fn._sequence_nr() >= unit.began]
         ends_here = not torch.is_grad_enabled() or (bool(tensors) and not any(t.requires_grad for t in tensors))
         if unit is self._root:
             self._passes.end("forward")
         if not ends_here:
-            self._hook_outputs(unit, tensors)
+            self._hook_outputs(unit, own)
         # Tensors that we cannot find we cannot hook: then nothing would gather the unit again before its backward.
-        if ends_here or (tensors and unit is not self._root):
+        if ends_here or (own and unit is not self._root):
             unit.release()
 
     def _hook_outputs(self, unit: ParamGroup, tensors: list[Tensor]) -> None:
@@ -295,11 +310,11 @@ class UnevenShards(Sharded):
             nonlocal is_first
             unit.uses -= is_first
             is_first = False
+            self._makes_graph |= torch.is_grad_enabled()
             self._before_backward(unit)
 
         for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
+            tensor.register_hook(before_backward)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _before_backward(self, unit: ParamGroup) -> None:
@@ -341,6 +356,9 @@ class UnevenShards(Sharded):
         for unit in self._units:
             unit.release()
         self._start_sums_of(self._root)
+        self._makes_graph &= not self._is_owed
+        if self._is_owed:
+            self._lasts.hear(self._passes.used_by_any)
         self._in_backward = self._is_owed = False
 
     def _start_sums_of(self, unit: ParamGroup) -> None:

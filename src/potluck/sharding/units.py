@@ -239,6 +239,8 @@ class ParamGroup:
         self.placement = Placement.SPLIT
         self.in_use = False
         """Whether this rank computes with it, or has to keep it whole until it does."""
+        self.began = 0
+        """Where autograd's count of operations stood when its forward began."""
         self.uses = 0
         """Forwards whose backwards have not come yet."""
         self.owes_sums = False
