@@ -361,6 +361,23 @@ def test_a_newcomer_continues_that_was_given_the_weights_before_a_step_that_was_
     assert newcomer.state.step == STEPS
 
 
+def test_one_that_has_applied_a_step_continues_where_all_leave_who_would_compute_it_again() -> None:
+    """It comes back while the last of them waits for its weights to be kept."""
+    faults = FaultScript().cut("w0", at_step=2, phase="sent")
+    run = Fleet(workers=2, faults=faults)
+    run.disk.late_s = PATIENCE_S / 2
+    run.run_until(lambda: bool(faults.fired))
+    behind, ahead = run.workers.values()
+    behind.clock.stop(0.5)
+    run.run_until(lambda: ahead.state.step == 2)
+    ahead.clock.stop(3.0)
+    ahead.lose_connection()
+    run.run_until(lambda: run.core.ahead is not None)
+    behind.ask_to_leave()
+    run.finish(limit_s=20 * PATIENCE_S)
+    assert ahead.has_finished
+
+
 @pytest.mark.parametrize(
     ("seed", "policy"),
     [

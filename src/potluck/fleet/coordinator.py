@@ -280,7 +280,7 @@ class Coordinator(CoordinatorState):
         before = self.steps_done
         self.clock = now
         self.standing = standing or RunPosition()
-        self.previous = self.ahead = None
+        self.previous, self.ahead, self.skipped = None, None, 0
         self.weights.is_restoring, self.expected = False, 0
         self.saving.on_restored()
         self.rounds.on_restored()

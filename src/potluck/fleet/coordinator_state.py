@@ -61,6 +61,8 @@ class CoordinatorState:
         self.previous = resumed.previous
         self.ahead: RunPosition | None = None
         """After the step that is being computed again: it is on record, and somebody may have applied it."""
+        self.skipped = 0
+        """The last such step that counted as it is on record in the end, so that nobody sends its average; 0: none."""
         self.description = described
         self.membership = Membership(resumed.next_id)
         self.stopping = False
@@ -114,6 +116,7 @@ class CoordinatorState:
     def skip_ahead(self) -> None:
         """The step that was being computed again counts as it is on record."""
         if self.ahead is not None:
+            self.skipped = self.ahead.step
             self.previous, self.standing, self.ahead = self.standing, self.ahead, None
 
     def came(self, member: WorkerRecord) -> Emit:

@@ -68,7 +68,7 @@ class StepDispatcher:
             return self._notices.tell_waiting()
         working = self._working(standing.step + 1)
         if not any(not m.plain for m in working):
-            return []
+            return self._start_ahead()
         told, self._next = self._next, None
         plan = told or self._planner.plan(working)
         if plan is None:
@@ -85,6 +85,14 @@ class StepDispatcher:
             effects.append(self._planner.tell(plan.decision))
         effects += self._give_all(self.now, working) if told is None else self._take_up(self.now, working)
         return effects + self._tell_next(self.now)
+
+    def _start_ahead(self) -> list[Effect]:
+        """Nobody can compute the step again that was to be: those who have applied it continue."""
+        run = self._run
+        if run.ahead is None or not any(m.since > run.ahead.step and not m.leaving for m in run.membership.holders):
+            return []
+        run.skip_ahead()
+        return self.start()
 
     def _working(self, step: int) -> list[WorkerRecord]:
         """Those who can be given something of that step."""

@@ -169,11 +169,11 @@ class Transfers:
         why = "it was given steps that are computed again"
         return [effect for peer in whole for effect in self.run.close(peer, why)]
 
-    def part_with_those_before(self, step: int) -> list[Effect]:
+    def part_with_those_behind(self) -> list[Effect]:
         """Those who have all of a state, and wait for the average of a step that nobody sends: they come again, with
         the weights that they have."""
         whole = [transfer.to for transfer in self.under_way.values() if transfer.is_whole]
-        behind = [peer for peer in whole if self.run.membership.members[peer].since <= step]
+        behind = [peer for peer in whole if self.run.membership.members[peer].since <= self.run.skipped]
         return [effect for peer in behind for effect in self.run.close(peer, "the step that it waits for is over")]
 
     def on_gone(self, peer: int) -> list[Effect]:
@@ -221,7 +221,7 @@ class Transfers:
     def expire_slow(self) -> list[Effect]:
         """A worker that was to send a state, and sends nothing of it, is passed over while there are others to ask."""
         run = self.run
-        effects: list[Effect] = []
+        effects = self.part_with_those_behind()
         latest = run.clock - SLOW_STATE * run.patience_s
         for transfer in list(self.under_way.values()):
             sponsor = run.membership.members.get(transfer.sponsor) if transfer.sponsor is not None else None

@@ -105,7 +105,7 @@ class Weights:
             if not self._is_repeatable:
                 self.digests.forget(run.standing.step)
                 skipped = self.transfers.part_with_receivers()
-            run.ahead, run.standing, run.previous = run.standing, run.previous, None
+            run.ahead, run.standing, run.previous, run.skipped = run.standing, run.previous, None, 0
             skipped += self.plain_peers.skip(run.ahead.step)
         step = run.standing.step
         is_origin = not ready.holds and step == 0
@@ -191,10 +191,10 @@ class Weights:
 
     def on_nobody_holds(self, *, may_come_back: bool) -> list[Effect]:
         self.alone_since = self.run.clock
-        effects, ahead = self.rounds.abandon(), self.run.ahead
+        effects = self.rounds.abandon()
         self.run.skip_ahead()  # those who come back may have applied what was being computed again
         self.run.expected = int(may_come_back)
-        return effects + (self.transfers.part_with_those_before(ahead.step) if ahead is not None else [])
+        return effects
 
     def has_waited_in_vain(self) -> bool:
         """Those who were in when this host, or their connection, was lost have not come back."""
