@@ -12,7 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 import torch
 
 from tests.differential.cases import Case, read_case
-from tests.differential.matrix import PAGE, UNTRIED, Cell, cells, mark, page, read_page
+from tests.differential.drawn import TITLE, drawn_tables
+from tests.differential.matrix import PAGE, UNTRIED, Cell, cells, drawn_part, mark, page, read_page
 from tests.differential.odd_cases import draw_any
 from tests.differential.verdict import Verdict, verdict_of
 
@@ -31,6 +32,9 @@ def main() -> int:
             _show(verdict)
         elif options.verbose:
             print(verdict.case.seed, verdict.kind, verdict.detail[:100], f"{verdict.seconds:.1f} s", flush=True)
+    if options.record:
+        told = PAGE.read_text(encoding="utf-8").partition(TITLE)[0].rstrip("\n")
+        PAGE.write_text(f"{told}\n\n{drawn_tables(found)}", encoding="utf-8")
     return _report(found, quiet=True)
 
 
@@ -50,6 +54,7 @@ def _options() -> argparse.Namespace:
         help="runs every cell, or those that docs/matrix.md has as faults or untried, and writes that page",
     )
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time: most of one is waiting")
+    parser.add_argument("--record", action="store_true", help="writes into docs/matrix.md how many were drawn of what")
     parser.add_argument("--verbose", action="store_true")
     return parser.parse_args()
 
@@ -81,6 +86,7 @@ def judged(cases: Iterable[Case], jobs: int) -> Iterator[Verdict]:
 
 def print_matrix(jobs: int, which: str) -> int:
     table = list(cells())
+    drawn = drawn_part(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else ""
     known = read_page(PAGE.read_text(encoding="utf-8")) if which == "faults" and PAGE.exists() else {}
     marks = {cell: known.get(cell.key, UNTRIED) for cell in table}
     by_case: dict[Case, list[Cell]] = {}
@@ -95,7 +101,7 @@ def print_matrix(jobs: int, which: str) -> int:
             print(f"{len(found)} of {len(by_case)}: {cell.name}: {verdict.kind}", flush=True)
         if verdict.is_fault:
             _show(verdict)
-        PAGE.write_text(page(marks), encoding="utf-8")  # so that one that is stopped can go on
+        PAGE.write_text(page(marks, drawn), encoding="utf-8")  # so that one that is stopped can go on
     return _report(found, quiet=True)
 
 

@@ -21,8 +21,12 @@ TIMED = ("freeze", "lr", "decay")
 """Once, after a step."""
 NONLINEAR = ("hook-clamp", "hook-output-clamp", "hook-sign")
 """Right only where one worker computes the whole batch at once; elsewhere a hook sees a part, as it does under DDP."""
-HABITS = (*LOSSES, *HOOKS, *STARTS, *LOOPS, *TIMED, *NONLINEAR)
+WHOLE = ("turns", "ema")
+"""Two optimizers in turns; an average of the weights that the run keeps, and evaluates with."""
+HABITS = (*WHOLE, *LOSSES, *HOOKS, *STARTS, *LOOPS, *TIMED, *NONLINEAR)
 BOUND = 0.25
+KEPT = 0.7
+"""Of an average, at each step."""
 
 
 class Loop:
@@ -68,7 +72,7 @@ class Loop:
                     model.head.weight.mul_(0.5)
             elif habit == "load":
                 model.load_state_dict(make().state_dict())
-            elif habit == "average":
+            elif habit in ("average", "ema"):
                 self.average = {name: each.detach().clone() for name, each in model.named_parameters()}
 
     def before_step(self) -> None:
@@ -96,9 +100,9 @@ class Loop:
                 self.model.eval()
                 self.model(rows)
                 self.model.train()
-            elif habit == "average":
+            elif habit in ("average", "ema"):
                 for name, parameter in self.model.named_parameters():
-                    self.average[name].lerp_(parameter.detach(), 0.3)
+                    self.average[name].lerp_(parameter.detach(), 1 - KEPT)
         self._in_time(self.timed.get(number, ""))
 
     def _in_time(self, habit: str) -> None:

@@ -104,6 +104,8 @@ def _wait(fleet: Fleet, deadline: float, step: int) -> bool:
 def _check(fleet: Fleet, deadline: float) -> None:
     for path in fleet.folder.glob("*.error"):
         text = path.read_text()
+        if "The run has ended" in text:  # it came too late
+            continue
         if "Refused: " not in text:
             raise Failed("CRASH", f"{path.stem}: {text}")
         phase, kind, sentence = text.rsplit("Refused: ", 1)[1].split("|", 2)

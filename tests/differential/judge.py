@@ -20,7 +20,7 @@ from tests.differential.cases import Case, Leg
 from tests.differential.data import plain_batches
 from tests.differential.habits import Loop, other_model
 from tests.differential.models import BY_BATCH, build, loss_of, make_data
-from tests.differential.optimizers import make_optimizer, make_scheduler
+from tests.differential.optimizers import make_optimizer, make_scheduler, make_two
 
 Micros = list[list[int]]
 """The rows of each micro-batch that one worker did in one step."""
@@ -55,7 +55,8 @@ class Replica:
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case, self.dtype = case, dtype
         self.model = build(case.model, dtype, case.seed)
-        self.optimizer = make_optimizer(self.model, case.optimizer)
+        self.turns = make_two(self.model, case.optimizer) if "turns" in case.habits else []
+        self.optimizer = self.turns[0] if self.turns else make_optimizer(self.model, case.optimizer)
         self.scheduler = make_scheduler(self.optimizer, case.scheduler)
         self.data = _data(case, dtype)
         self.scale = case.scale
@@ -64,10 +65,16 @@ class Replica:
         self.loop.after_prepare(self.model, lambda: other_model(case.model, dtype, case.seed))
         self.done = 0
 
+    def skip(self) -> list[float]:
+        """A step that overflowed, of which only the run knows."""
+        self.done += 1
+        return [math.nan, math.nan, 0.0]
+
     def twin(self) -> "Replica":
         """Another one in the same state: a copy would have neither hooks nor weights that are computed."""
         other = Replica(self.case, self.dtype)
         other.model.load_state_dict(self.model.state_dict())
+        assert not self.turns
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         if self.scheduler is not None and other.scheduler is not None:
             other.scheduler.load_state_dict(copy.deepcopy(self.scheduler.state_dict()))
@@ -75,6 +82,8 @@ class Replica:
 
     def step(self, lanes: list[Micros], switches: SimpleNamespace) -> list[float]:
         """What all lanes did, as one step: (mean loss, norm, samples); skipped if something is not finite."""
+        if self.turns:
+            self.optimizer = self.turns[self.done % 2]
         before, ends, weights, total = buffers(self.model), [], [], 0.0
         is_whole = sum(bool(rows) for micros in lanes for rows in micros) == 1 and not switches.buckets
         sent: list[dict[str, Tensor]] = []
@@ -90,6 +99,9 @@ class Replica:
         for name, gradient in sum_rounded(dict(self.model.named_parameters()), sent, switches).items():
             self.model.get_parameter(name).grad = gradient
         samples = sum(weights)
+        for other in self.turns:
+            if other is not self.optimizer:
+                other.zero_grad()
         trained = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in trained if not is_whole else ():
             parameter.grad /= samples  # type: ignore[operator]
@@ -216,16 +228,20 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
         if leg.policy.startswith("Sync"):
             expected.complaints += _steps_of_wrong_size(case, lanes[0], done, batches)
             buckets = ranks[0]["buckets"] if leg.wire != "fp32" else None
-            expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg, buckets)))
+            expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg, buckets), ranks[0]["events"]))
         else:
             replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0], leg)
             expected.steps.append(steps)
-        done += sum(size for own in lanes.values() for size in _sizes(own))
-    if not case.faults and case.samples in ("rows", "tokens") and not expected.has_diverged:
+        done += sum(size for own in lanes.values() for size in _sizes(own)) // (2 if "turns" in case.habits else 1)
+    may_overflow = any("fp16" in leg.switches for leg in case.legs)
+    if not case.faults and case.samples in ("rows", "tokens") and not expected.has_diverged and not may_overflow:
         assert not any(math.isnan(loss) for steps in expected.steps for loss, _, samples in steps), (
             "skipped for nothing"
         )
     expected.tensors, expected.average = _state(replica.model), replica.loop.average
+    if "ema" in case.habits:
+        replica.model.load_state_dict(replica.loop.average, strict=False)
+        expected.average = {}
     if not case.faults and not case.host and not any(kind in case.model for kind in BY_BATCH):
         expected.evaluated = replica.evaluate(_switches(case.legs[-1]))
     return expected
@@ -299,6 +315,8 @@ def _steps_of_wrong_size(
     """What was left of the epoch, batch after batch, and then whole epochs: the last step of each is short."""
     if batches is not None:
         return _steps_of_wrong_rows(lanes, done, [rows for epoch in batches for rows in epoch])
+    if "turns" in case.habits:  # a leg may end between the two turns of a batch
+        return []
     complaints = []
     for size in _sizes(lanes):
         wanted = min(case.batch, case.rows - done % case.rows)
@@ -322,11 +340,16 @@ def _steps_of_wrong_rows(lanes: list[list[Any]], done: int, batches: list[list[i
     return complaints
 
 
-def _judge_steps(replica: Replica, lanes: list[list[Any]], switches: SimpleNamespace) -> list[list[float]]:
+def _judge_steps(
+    replica: Replica, lanes: list[list[Any]], switches: SimpleNamespace, events: list[list[float]]
+) -> list[list[float]]:
     """All workers step together: a window of each lane is its part of one step."""
-    return [
-        replica.step([window[0] if window else [] for window in step], switches) for step in zip(*lanes, strict=True)
-    ]
+    found = []
+    for number, step in enumerate(zip(*lanes, strict=True)):
+        has_overflowed = switches.precision == "fp16" and number < len(events) and math.isnan(events[number][0])
+        micros = [window[0] if window else [] for window in step]
+        found.append(replica.skip() if has_overflowed else replica.step(micros, switches))
+    return found
 
 
 def _judge_windows(
@@ -334,6 +357,7 @@ def _judge_windows(
 ) -> tuple[Replica, list[list[float]]]:
     """Replicas step by themselves, and become one at the end of each window; or, of some, all take one step."""
     names: dict[str, Callable[..., SimpleNamespace]] = dict.fromkeys(("Cadence", "Async", "Outer"), _settings)
+    names["Auto"] = lambda **options: _settings(moments=True, **options)
     policy = eval(leg.policy, names)  # type: ignore[arg-type]
     group = Group([first.twin() for _ in replicas], policy)
     switches, found = _switches(leg), []

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.differential.cases import Case, Leg
+from tests.differential.drawn import TITLE
 from tests.differential.optimizers import OPTIMIZERS
 from tests.differential.verdict import Verdict
 
@@ -186,11 +187,12 @@ step's loss and norm, each row once per epoch, and the weights of the checkpoint
 `python -m tests.differential --cell 'experts x FullShard'`; `make differential` draws random combinations for an hour.
 
 ✓ the numbers of one process. A letter: refused before the first step, with the sentence below. · not tried.
+The last part counts random cases.
 """
 
 
-def page(marks: dict[Cell, str]) -> str:
-    """The whole of docs/matrix.md."""
+def page(marks: dict[Cell, str], drawn: str = "") -> str:
+    """The whole of docs/matrix.md. `drawn`: its last part, of drawn.py."""
     letters: dict[str, str] = {}
     parts = [HEAD]
     for table in dict.fromkeys(cell.table for cell in marks):
@@ -204,7 +206,13 @@ def page(marks: dict[Cell, str]) -> str:
     notes = "\n".join(f"- **{letter}**: {sentence}" for sentence, letter in letters.items())
     reasons = {cell.reason: cell.row for cell in marks if cell.reason}
     untried = "\n".join(f"- · {row}: {reason}" for reason, row in reasons.items())
-    return "\n".join([*parts, f"## Sentences\n\n{notes}\n{untried}\n"])
+    return "\n".join([*parts, f"## Sentences\n\n{notes}\n{untried}\n", *([drawn] if drawn else [])])
+
+
+def drawn_part(text: str) -> str:
+    """Of a page, what drawn.py printed."""
+    _, title, body = text.partition(TITLE)
+    return title + body
 
 
 def _shown(told: str, letters: dict[str, str]) -> str:
@@ -220,6 +228,7 @@ def _letter(number: int) -> str:
 
 def read_page(text: str) -> dict[tuple[str, str, str], str]:
     """Of each (table, row, column) what the page says: ✓, · or a sentence."""
+    text = text.partition(TITLE)[0]
     sentences = dict(re.findall(r"^- \*\*(\w+)\*\*: (.*)$", text, re.M))
     found = {}
     for section in text.split("\n## ")[1:-1]:

@@ -207,6 +207,19 @@ class Passing(Block):
         return torch.tanh(self.linear(x))
 
 
+class Adapter(Block):
+    """A frozen layer, and beside it two small ones that are trained, as LoRA has it."""
+
+    def __init__(self, width: int, *, adds: bool) -> None:
+        super().__init__(adds=adds)
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, 2, bias=False)
+        self.up = nn.Linear(2, width, bias=False)
+
+    def change(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + 2 * self.up(self.down(x)))
+
+
 class Bilinear(Block):
     """Two inputs of one layer, a weight of three dimensions, and an in-place activation."""
 
@@ -243,6 +256,7 @@ ANY = (
     Reversal,
     Complex,
     Passing,
+    Adapter,
     Bilinear,
 )
 """For vectors and for tokens."""

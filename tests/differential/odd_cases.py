@@ -37,11 +37,30 @@ def make_odd(case: Case) -> Case:
     is_sync = all(leg.policy.startswith("Sync") for leg in case.legs)
     if draw.random() < 0.25 and is_sync:
         case = replace(case, data=draw.choice(KINDS), batch=max(case.batch, 4 + max(leg.world for leg in case.legs)))
+    if draw.random() < 0.06 and is_sync:
+        case = _turned(case)
+    if draw.random() < 0.06 and is_sync and not case.faults and len(case.legs) == 1:
+        case = replace(case, habits=(*case.habits, "ema"))
+    if draw.random() < 0.05 and is_sync and case.scale == 1.0 and not case.faults:
+        fp16 = tuple(replace(leg, switches=f"precision='fp16', {leg.switches}".rstrip(", ")) for leg in case.legs)
+        case = replace(case, legs=fp16, dtype="float32", optimizer=draw.choice(STEADY), habits=(), scheduler="")
+    if draw.random() < 0.2 and not is_sync:
+        auto = {leg: replace(leg, policy="Auto()") for leg in case.legs if not leg.policy.startswith("Sync")}
+        case = replace(case, legs=tuple(auto.get(leg, leg) for leg in case.legs))
     if draw.random() < 0.25 and case.dtype == "float64" and case.scale == 1.0:
         case = replace(case, optimizer=draw.choice(ODD_OPTIMIZERS))
-    if draw.random() < 0.2 and is_sync and case.scale == 1.0:
+    if draw.random() < 0.2 and is_sync and case.scale == 1.0 and "turns" not in case.habits:
         case = replace(case, scheduler=draw.choice(ODD_SCHEDULERS))
     return _as_torch_can(case)
+
+
+def _turned(case: Case) -> Case:
+    """With two optimizers, in turns."""
+    traits = [word for word in case.model.rpartition("/")[2].split(",") if word not in ("twins", "tied", "groups")]
+    model = f"{case.model.rpartition('/')[0]}/{','.join(traits)}"
+    habits = tuple(habit for habit in case.habits if habit in LOSSES)
+    legs = tuple(replace(leg, wire="fp32", until=leg.until and 2 * leg.until) for leg in case.legs)
+    return replace(case, model=model, habits=("turns", *habits), scheduler="", data="", faults=(), legs=legs)
 
 
 def draw_hosted(seed: int) -> Case:
@@ -106,6 +125,8 @@ def _with_habits(draw: random.Random, case: Case) -> Case:
     is_sync = all(leg.policy.startswith("Sync") for leg in case.legs)
     has_stages = any(leg.stages for leg in case.legs)
     known = [*LOSSES, *(habit for habit in HOOKS if is_sync or habit != "clamp-after")]
+    if has_stages:  # what prepare() gives there has no layers to name
+        known.remove("hook-late")
     if is_sync:
         known += STARTS if not has_stages else ()  # a worker has the weights of some layers alone
         known += [habit for habit in LOOPS if not has_stages or habit not in ("eval", "halves", "uneven", "average")]
@@ -138,6 +159,8 @@ def _as_torch_can(case: Case) -> Case:
         case = replace(case, optimizer="SGD(lr=0.1)")
     if "tokens" in words or "reentrant" in words or {"lstm", "gru"} & set(words):  # no derivative, or no second one
         case = replace(case, habits=tuple(habit for habit in case.habits if habit != "penalty"))
+    if case.optimizer.startswith(("Centred", "Lookahead")):  # torch calls hooks twice there, or once: as it has hooked
+        case = replace(case, habits=tuple(habit for habit in case.habits if habit not in ("clamp-after", "pre-clip")))
     if "tensor" in case.optimizer:
         case = replace(case, scheduler="", habits=tuple(habit for habit in case.habits if "lr" not in habit))
     return case

@@ -150,8 +150,20 @@ def parameters_of(model: nn.Module, lr: float) -> list[Any]:
 def make_optimizer(model: nn.Module, word: str) -> Optimizer:
     """`word`: AdamW(lr=0.01, weight_decay=0.1)"""
     name, settings = _read(word)
-    kind = OWN.get(name) or getattr(torch.optim, name)
-    return kind(parameters_of(model, settings["lr"]), **settings)  # type: ignore[no-any-return]
+    return _kind(name)(parameters_of(model, settings["lr"]), **settings)  # type: ignore[no-any-return]
+
+
+def make_two(model: nn.Module, word: str) -> list[Optimizer]:
+    """One of the layers and one of all else, which take turns."""
+    name, settings = _read(word)
+    layers = list(model.blocks.parameters())
+    known = {id(each) for each in layers}
+    rest = [each for each in model.parameters() if id(each) not in known]
+    return [_kind(name)(part, **settings) for part in (layers, rest)]
+
+
+def _kind(name: str) -> Any:
+    return OWN.get(name) or getattr(torch.optim, name)
 
 
 def make_scheduler(optimizer: Optimizer, word: str) -> LRScheduler | None:

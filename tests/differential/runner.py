@@ -19,16 +19,17 @@ from torch import Tensor
 
 import potluck
 from potluck.engine import stage_planner
+from potluck.engine.weight_average import WeightAverage
 from potluck.errors import PotluckError
 from potluck.events import Decided, EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from tests.differential.cases import Case, Leg
 from tests.differential.data import given_data
-from tests.differential.habits import Loop, other_model, whole
+from tests.differential.habits import KEPT, Loop, other_model, whole
 from tests.differential.hosted import run_hosted
 from tests.differential.models import build, loss_of, make_data
-from tests.differential.optimizers import make_optimizer, make_scheduler
+from tests.differential.optimizers import make_optimizer, make_scheduler, make_two
 from tests.differential.outcomes import Failed, Refused
 from tests.ranks import Outcome, run_ranks, try_ranks
 
@@ -116,10 +117,11 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
         policy, strategy, stages=stages, step=step, wire=leg.wire, patience_s=_patience(leg, 30)
     ) as fleet:
         model = build(case.model, dtype, case.seed)
-        optimizer = make_optimizer(model, case.optimizer)
+        make = make_two if "turns" in case.habits else make_optimizer
+        optimizer: Any = make(model, case.optimizer)
         data = make_data(case.model, case.rows, case.seed, dtype, case.samples, case.faults)
 
-        loop = Loop(case.habits, model, optimizer)
+        loop = Loop(tuple(habit for habit in case.habits if habit != "ema"), model, optimizer)
         loop.before_prepare()
         delay = Delay(leg.slow, case.seed)
 
@@ -136,6 +138,8 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
         fleet.run.caller.rows_limit = case.epochs * loader.rows if leg.until is None else None
         delay.rank = fleet.link.rank
         loop.after_prepare(model, lambda: other_model(case.model, dtype, case.seed))
+        if "ema" in case.habits:  # as Trainer has it
+            WeightAverage(fleet.run, KEPT, fleet.lifecycle.as_agreed)
         log = Log(fleet, loader)
         if number:
             assert fleet.load(Path(folder) / "saved"), "there is nothing to load"
@@ -238,7 +242,8 @@ class Log:
         """`is_last`: of the parts of a micro-batch."""
         micro = self.loader.current
         rows = batch[-1].tolist() if micro.weighs else []
-        self.epochs += [[self.loader.position.epoch, row] for row in rows]
+        if self.fleet.turn == 0:  # where optimizers take turns, each batch comes once for each of them
+            self.epochs += [[self.loader.position.epoch, row] for row in rows]
         self._step.append(rows)
         if micro.last and is_last:
             self.windows[-1].append(self._step)

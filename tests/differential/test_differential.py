@@ -25,7 +25,8 @@ from tests.differential import (
 )
 from tests.differential.cases import Case, Leg, draw_case, read_case
 from tests.differential.compare import compare
-from tests.differential.matrix import PAGE, RIGHT, UNTRIED, Cell, cells, mark, page, read_page
+from tests.differential.drawn import drawn_tables
+from tests.differential.matrix import PAGE, RIGHT, UNTRIED, Cell, cells, drawn_part, mark, page, read_page
 from tests.differential.optimizers import OPTIMIZERS
 from tests.differential.verdict import Verdict, verdict_of
 
@@ -149,7 +150,12 @@ def test_a_page_is_read_as_it_was_printed() -> None:
         Cell("T", "c", "b", Case()): sentence,
         Cell("T", "d", "b", None, "R"): "·",
     }
-    assert read_page(page(marks)) == {("T", "a", "b"): "✓", ("T", "c", "b"): sentence, ("T", "d", "b"): "·"}
+    wanted = {("T", "a", "b"): "✓", ("T", "c", "b"): sentence, ("T", "d", "b"): "·"}
+    assert read_page(page(marks)) == wanted
+    drawn = drawn_tables([Verdict(Case(), "right"), Verdict(Case(), "refused", sentence), Verdict(Case(), "right")])
+    assert read_page(page(marks, drawn)) == wanted
+    assert drawn_part(page(marks, drawn)) == drawn
+    assert "\n| mlp | 2 + 1 | 0 |" in drawn
 
 
 WINDOWS = "Async(anchor=2, max_anchor=2, outer=Outer(lr=0.7, momentum=0.9))"
