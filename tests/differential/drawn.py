@@ -90,7 +90,7 @@ def drawn_tables(verdicts: Iterable[Verdict]) -> str:
             counts[cell][kind] += 1
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())
     parts = [
-        f"{TITLE}\n\nPrinted by `python -m tests.differential --minutes 60 --record`: {sum(kinds.values())} cases ({told})."
+        f"{TITLE}\n\nPrinted by `python -m tests.differential --minutes 60 --record`: {kinds.total()} cases ({told})."
         " A cell has how many of them were right and, after a +, how many were refused with a sentence before the first"
         " step. A case counts in each row and column that says something of it.\n"
     ]

@@ -86,10 +86,12 @@ class Replica:
             self.optimizer = self.turns[self.done % 2]
         before, ends, weights, total = buffers(self.model), [], [], 0.0
         is_whole = sum(bool(rows) for micros in lanes for rows in micros) == 1 and not switches.buckets
+        # Samples for each row of the step, where gradients are rounded on their way: as hooks see them, too.
+        per = sum(len(rows) for micros in lanes for rows in micros) if switches.buckets else 1
         sent: list[dict[str, Tensor]] = []
         for micros in lanes:
             put_buffers(self.model, before)
-            found = [self._micro(rows, switches, is_whole=is_whole) for rows in micros if rows]
+            found = [self._micro(rows, switches, None if is_whole else per) for rows in micros if rows]
             if switches.buckets:
                 sent.append({name: p.grad for name, p in self.model.named_parameters() if p.grad is not None})
                 self.optimizer.zero_grad()
@@ -104,7 +106,7 @@ class Replica:
                 other.zero_grad()
         trained = [p for p in self.model.parameters() if p.grad is not None]
         for parameter in trained if not is_whole else ():
-            parameter.grad /= samples  # type: ignore[operator]
+            parameter.grad /= samples / per  # type: ignore[operator]
         norm = math.sqrt(sum(float(_wide(p.grad).square().sum()) for p in trained))  # type: ignore[union-attr]
         is_good = samples > 0 and math.isfinite(total) and math.isfinite(norm)
         if is_good:
@@ -127,15 +129,14 @@ class Replica:
             loss, _ = loss_of(self.model.eval(), self.data, self.scale, self.case.habits)
         return float(loss)
 
-    def _micro(self, rows: list[int], switches: SimpleNamespace, *, is_whole: bool) -> tuple[float, float]:
-        """(the sum of the losses, the samples): what has no samples has no gradient. `is_whole`: it is a whole step."""
+    def _micro(self, rows: list[int], switches: SimpleNamespace, per: float | None) -> tuple[float, float]:
+        """(the sum of the losses, the samples): what has no samples has no gradient. `per`: none if this is all."""
+        batch = tuple(tensor[rows] for tensor in self.data)
         with _autocast(switches):
-            loss, samples = loss_of(
-                self.model, tuple(tensor[rows] for tensor in self.data), self.scale, self.case.habits
-            )
+            loss, samples = loss_of(self.model, batch, self.scale, self.case.habits)
         if not samples:
             return 0.0, 0.0
-        (loss if is_whole else loss * samples).backward()
+        (loss if per is None else loss * (samples / per)).backward()
         return float(loss.detach()) * float(samples), float(samples)
 
 
