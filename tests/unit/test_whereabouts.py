@@ -73,6 +73,15 @@ def test_those_who_are_waited_for_are_named_and_not_blamed() -> None:
     assert tell_waiting(0, {0: log_of(STEP, MEAN), 1: log_of(STEP, MEAN)}, 2) is None
 
 
+def test_a_step_in_which_all_wait_at_different_lines_is_told_and_a_slow_rank_is_not() -> None:
+    waits = {rank: log_of(STEP, place=f"train.py, line {rank}")._replace(waits=True) for rank in range(2)}
+    sentence = tell_waiting(0, waits, 2)
+    assert sentence is not None and "worker 0 at train.py, line 0, worker 1 at train.py, line 1." in sentence
+    assert tell_waiting(0, waits, 3) is None
+    assert tell_waiting(0, waits | {1: waits[1]._replace(waits=False)}, 2) is None  # it computes
+    assert tell_waiting(0, waits | {1: waits[1]._replace(place=waits[0].place)}, 2) is None  # bytes travel
+
+
 # Real ranks
 
 

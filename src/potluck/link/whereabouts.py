@@ -49,6 +49,8 @@ class Whereabouts(NamedTuple):
     after_step: int
     place: str
     """The line of the script where it is; empty if that is not known."""
+    waits: bool = False
+    """Whether it is within a collective call."""
 
     def name_of(self, number: int) -> str | None:
         """The call within which a collective call was; None if that is no longer, or not yet, known."""
@@ -87,9 +89,9 @@ class CallLog:
         finally:
             self.name = outer
 
-    def now(self, place: str = "") -> Whereabouts:
+    def now(self, place: str = "", *, waits: bool = False) -> Whereabouts:
         count = self.count  # before the runs: one that is noted meanwhile is then none too many
-        return Whereabouts(count, list(self._runs), self.after_step, place)
+        return Whereabouts(count, list(self._runs), self.after_step, place, waits)
 
 
 def find_mistake(ranks: Mapping[int, Whereabouts]) -> str | None:
@@ -119,15 +121,29 @@ def _tell_mistake(ranks: Mapping[int, Whereabouts], names: Mapping[int, str]) ->
 def tell_waiting(own: int, ranks: Mapping[int, Whereabouts], world: int) -> str | None:
     """Return a sentence that names the ranks which have not come yet; None if all are here. Pure."""
     here = ranks[own]
+    call = here.name_of(here.made - 1) or STEP
+    if call == STEP:
+        return _tell_standstill(ranks, world)
     late = [rank for rank in range(world) if rank not in ranks or ranks[rank].made < here.made]
     if not late:
         return None
     known = [f"worker {rank} was last at {ranks[rank].place}" for rank in late if rank in ranks and ranks[rank].place]
-    call = here.name_of(here.made - 1) or STEP
     return (
         f"{call} on worker {own} has waited {WAITING_S:g} s for {_workers(late)}"
         + (f"; {', '.join(known)}" if known else "")
         + ". It may be slow; if it never calls this, call it on every worker."
+    )
+
+
+def _tell_standstill(ranks: Mapping[int, Whereabouts], world: int) -> str | None:
+    """Within a step that a slow rank has not reached yet, others wait in silence: that is usual. All of them do not."""
+    alike = len({each.made for each in ranks.values()}) == 1 and all(each.waits for each in ranks.values())
+    if len(ranks) < world or not alike or len({each.place for each in ranks.values()}) == 1:
+        return None
+    places = ", ".join(f"worker {rank} at {each.place}" for rank, each in sorted(ranks.items()))
+    return (
+        f"All workers have waited {WAITING_S:g} s for each other within a step: {places}. If one of them calls a model"
+        " that is split, or a collective of its own, every worker has to. Ctrl-C twice ends the run."
     )
 
 
@@ -169,22 +185,22 @@ class GroupWatch:
         waits = _is_in_collective(frame)
         if not waits and quiet_s < WAITING_S / 2:
             return  # it computes, and nobody has waited for long: a store need not know of every step
-        here = self.tell(_place(frame))
+        here = self.tell(_place(frame), waits=waits)
         ranks = self._others() | {self._rank: here}
         if (sentence := find_mistake(ranks)) is not None:
             end_process(sentence)
         elif quiet_s >= WAITING_S and waits:
             call = here.name_of(here.made - 1)
             first = min(rank for rank, each in ranks.items() if each.made == here.made)
-            if call != STEP and first == self._rank and (call, here.made) not in self._said:
+            sentence = tell_waiting(self._rank, ranks, self._world) if first == self._rank else None
+            if sentence is not None and (call, here.made) not in self._said:
                 self._said.add((call, here.made))
-                if (sentence := tell_waiting(self._rank, ranks, self._world)) is not None:
-                    say(sentence)
+                say(sentence)
 
-    def tell(self, place: str = "") -> Whereabouts:
-        """Write down where this rank is, once for each of its calls."""
-        here = self.calls.now(place)
-        if self._told is None or here.made != self._told.made:
+    def tell(self, place: str = "", *, waits: bool = False) -> Whereabouts:
+        """Write down where this rank is: once for each of its calls, and once more when it waits there."""
+        here = self.calls.now(place, waits=waits)
+        if self._told is None or (here.made, here.waits) != (self._told.made, self._told.waits):
             self._store.set(self._key(self._rank), json.dumps(here))
             self._told = here
         return here
