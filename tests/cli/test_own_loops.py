@@ -170,3 +170,34 @@ def test_ctrl_c_under_run_saves_where_load_looked_and_the_rest_is_trained(tmp_pa
     script(tmp_path, pause=0.0)
     again = run(tmp_path, "run", "-n", "2", "own.py", "--folder")
     assert again.returncode == 0 and again.stdout.count("trained 60 60 60") == 1, (again.stdout, again.stderr)
+
+
+ON_RANK_0 = """
+import torch
+import potluck
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+x = torch.randn(200, 4)
+fleet = potluck.init("sync")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = fleet.prepare(model, optimizer, (x, x[:, :1]), batch_size=20)
+for a, b in loader:
+    fleet.backward(torch.nn.functional.mse_loss(model(a), b), samples=len(a))
+    fleet.step()
+    if fleet.step_number == 3 and fleet.rank == 0:
+        open("stuck", "w").close()
+        fleet.save("mine")
+"""
+
+
+@pytest.mark.slow
+def test_one_sigterm_ends_a_group_of_which_one_saves_alone_and_says_who_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(ON_RANK_0)
+    running = start(tmp_path, "run", "-n", "2", "own.py")
+    wait_until((tmp_path / "stuck").exists)
+    running.send_signal(signal.SIGTERM)
+    out, error = running.communicate(timeout=60)
+    said = f"{out or ''}{error or ''}"
+    assert running.returncode == 2 and "Traceback" not in said, said
+    assert "fleet.save() was called on worker 0 after step 3 (own.py, line 16), and not on worker 1" in said, said
