@@ -402,14 +402,21 @@ def serve(
     return server, identity.invite("127.0.0.1", server.port, encrypted=encrypted), journal
 
 
-def _coordinate(folder: str, port: int, ready: Any, fault: Fault | None, options: dict[str, Any]) -> None:
+def _coordinate(
+    folder: str, port: int, ready: Any, fault: Fault | None, returning: int, options: dict[str, Any]
+) -> None:
     try:
         if fault is not None:
             fault(Path(folder))
         place = Path(folder)
         server, invite, _ = serve(place, port=port, on_step=lambda record, *told: _tell_step(place, record), **options)
+        if returning:
+            server.order("pause", None)
         server.start()
         ready.send(invite.line())
+        if returning:
+            wait_until(lambda: len(server.core.membership.ready) >= returning, 60)
+            server.order("resume", None)
         server.wait()
         server.stop()
     except BaseException:
@@ -428,11 +435,17 @@ def step_of(folder: Path) -> int:
     return int(told.read_text()) if told.exists() else 0
 
 
-def start_coordinator(folder: Path, port: int = 0, fault: Fault | None = None, **options: Any) -> tuple[Any, Invite]:
-    """A coordinator in a process of its own, which can be killed and stopped. `options`: those of serve()."""
+def start_coordinator(
+    folder: Path, port: int = 0, fault: Fault | None = None, returning: int = 0, **options: Any
+) -> tuple[Any, Invite]:
+    """A coordinator in a process of its own, which can be killed and stopped. `options`: those of serve(). `returning`:
+    no step begins before so many workers are back. On a busy machine the first would end the run before the second
+    has come, which then looks for a host that has ended, for 20 times its patience."""
     ours, theirs = _server.Pipe(duplex=False)
     with _main_module_unnamed():
-        process = _server.Process(target=_coordinate, args=(str(folder), port, theirs, fault, options), daemon=True)
+        process = _server.Process(
+            target=_coordinate, args=(str(folder), port, theirs, fault, returning, options), daemon=True
+        )
         process.start()
     _open.append(process)
     theirs.close()

@@ -127,13 +127,13 @@ def test_a_newcomer_gets_a_state_without_loss_and_changes_no_bit(
 def test_a_host_that_is_started_again_continues_in_the_same_form(
     tmp_path: Path, expected: dict[str, Gradients]
 ) -> None:
-    coordinator, invite = start_coordinator(tmp_path)
+    coordinator, invite = start_coordinator(tmp_path, at_least=2)
     workers = [Worker(invite, tmp_path, name, None, {"slow_s": 0.05, "wire": "int8"}) for name in ("a", "b")]
     try:
         wait_until(lambda: all((tmp_path / f"{worker.name}.in").exists() for worker in workers))
         coordinator.kill()
         coordinator.join(20)
-        coordinator, _ = start_coordinator(tmp_path, port=invite.port)
+        coordinator, _ = start_coordinator(tmp_path, port=invite.port, returning=2)
         for worker in workers:
             worker.wait()
             assert_same(worker.weights, expected["int8"])

@@ -122,12 +122,12 @@ def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(
 def test_a_coordinator_killed_around_its_journal_loses_and_repeats_nothing(
     point: str, tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
-    coordinator, invite = start_coordinator(tmp_path, fault=COORDINATOR[point])
+    coordinator, invite = start_coordinator(tmp_path, fault=COORDINATOR[point], at_least=2)
     workers = [Worker(invite, tmp_path, name, None, {"slow_s": 0.02}) for name in ("a", "b")]
     try:
         coordinator.join(60)
         assert coordinator.exitcode == -signal.SIGKILL and (tmp_path / f"fired-{point}").exists()
-        coordinator, _ = start_coordinator(tmp_path, port=invite.port)
+        coordinator, _ = start_coordinator(tmp_path, port=invite.port, returning=2)
         for worker in workers:
             worker.wait()
             assert_same(worker.weights, expected)

@@ -1,7 +1,9 @@
 """Workers that leave in the middle of a window: what they have done of it counts, and others do the rest."""
 
+import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from potluck.agree.policy import Cadence
 from potluck.events import Decided, WorkerWent
 from tests.fleet.faults import at
-from tests.fleet.fleet import Fleet, wait_until
+from tests.fleet.fleet import STEPS, Fleet, train, wait_until
 from tests.fleet.test_fleet_windows import assert_close, judge
 
 pytestmark = pytest.mark.timeout(90)
@@ -69,3 +71,43 @@ def test_a_node_leaves_in_the_middle_of_a_window_as_one(tmp_path: Path) -> None:
     assert fleet.server.core.refused.total() == 0
     (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
     assert went.polite
+
+
+def tells_its_rank(place: Path, fleet: Any) -> Any:
+    """A loop that writes down after each step which worker it is, of how many."""
+
+    def on_step(engine: Any) -> None:
+        with (place / f"{os.environ['POTLUCK_NAME']}.ranks").open("a") as file:
+            file.write(f"{json.dumps([engine.step_number, engine.rank, engine.world])}\n")
+
+    return train(fleet, on_step=on_step)
+
+
+def test_ranks_are_those_of_a_world_while_workers_leave_and_join(tmp_path: Path) -> None:
+    """In every step each worker has a rank of its own below the world's size, and one of them is 0."""
+    fleet = Fleet(tmp_path, at_least=2)
+    first, _ = (fleet.add(name, job=partial(tells_its_rank, tmp_path), hold_at=3) for name in ("first", "second"))
+    fleet.wait_for_step(3)
+    fleet.add("third", job=partial(tells_its_rank, tmp_path), hold_at=9, hold_for="then")
+    fleet.let_in("third")
+    wait_until(lambda: len(told_ranks(tmp_path).get(8, {})) == 3)
+    first.send(signal.SIGUSR1)
+    (tmp_path / "then").touch()
+    fleet.finish()
+    told = told_ranks(tmp_path)
+    for step, found in told.items():
+        worlds = {world for _, world in found.values()}
+        ranks = [rank for rank, _ in found.values()]
+        assert len(worlds) == 1 and len(set(ranks)) == len(ranks), (step, found)
+        assert all(0 <= rank < world for rank, world in found.values()) and 0 in ranks, (step, found)
+    assert set(told[8].values()) == {(0, 3), (1, 3), (2, 3)} and told[8]["first"] == (0, 3)
+    assert told[STEPS] == {"second": (0, 2), "third": (1, 2)}
+
+
+def told_ranks(place: Path) -> dict[int, dict[str, tuple[int, int]]]:
+    found: dict[int, dict[str, tuple[int, int]]] = {}
+    for path in place.glob("*.ranks"):
+        for line in path.read_text().splitlines():
+            step, rank, world = json.loads(line)
+            found.setdefault(step, {})[path.stem] = rank, world
+    return found

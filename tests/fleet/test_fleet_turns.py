@@ -109,12 +109,12 @@ def test_windows_and_steps_between_them_take_turns(tmp_path: Path, policy: Any) 
 @pytest.mark.slow
 def test_a_host_that_is_started_again_knows_whose_turn_it_is(tmp_path: Path) -> None:
     """Killed in the middle of a batch's turns."""
-    process, invite = fleets.start_coordinator(tmp_path)
+    process, invite = fleets.start_coordinator(tmp_path, at_least=2)
     workers = [fleets.Worker(invite, tmp_path, name, gan, {"slow_s": 0.05, "steps": 2 * STEPS}) for name in ("a", "b")]
     wait_until(lambda: fleets.step_of(tmp_path) >= 7)
     process.kill()
     process.join()
-    process, _ = fleets.start_coordinator(tmp_path, port=invite.port)
+    process, _ = fleets.start_coordinator(tmp_path, port=invite.port, returning=2)
     for worker in workers:
         worker.wait()
     for worker in workers:

@@ -285,11 +285,11 @@ def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(extra: 
 
 def outlive_a_host(folder: Path, fault: Any, options: dict[str, Any]) -> None:
     """The host dies of this fault, and another continues: two workers end with the same weights, each row used once."""
-    process, invite = start_coordinator(folder, fault=fault)
+    process, invite = start_coordinator(folder, fault=fault, at_least=2)
     workers = [Worker(invite, folder, f"w{number}", None, options) for number in range(2)]
     process.join(20)
     assert (folder / "fired-after").exists()
-    process, _ = start_coordinator(folder, port=invite.port)
+    process, _ = start_coordinator(folder, port=invite.port, returning=2)
     for worker in workers:
         worker.wait(30)
     found = [worker.weights for worker in workers if (folder / f"{worker.name}.pt").exists()]

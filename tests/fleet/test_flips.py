@@ -291,13 +291,13 @@ def test_a_flip_in_a_real_workers_memory_changes_no_bit(
 def test_a_flip_while_the_host_is_away_is_seen_by_its_journal(
     tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:
-    coordinator, invite = start_coordinator(tmp_path, fault=COORDINATOR["after"])
+    coordinator, invite = start_coordinator(tmp_path, fault=COORDINATOR["after"], at_least=2)
     flipped = RealWorker(invite, tmp_path, "flipped", flips_before_joining_again, {})
     other = RealWorker(invite, tmp_path, "other", None, {})
     coordinator.join(60)
     assert coordinator.exitcode == -signal.SIGKILL
     wait_until((tmp_path / "fired-flipped").exists)
-    start_coordinator(tmp_path, port=invite.port)
+    start_coordinator(tmp_path, port=invite.port, returning=2)
     for worker in (flipped, other):
         worker.wait()
         assert_same(worker.weights, expected)

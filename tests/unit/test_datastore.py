@@ -59,7 +59,8 @@ def store_place() -> Any:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    # Not rglob: it fails where a folder is deleted between the moment it is seen and the moment it is read.
+    return sorted(str(Path(found, name).relative_to(folder)) for found, _, names in os.walk(folder) for name in names)
 
 
 # Keys and urls

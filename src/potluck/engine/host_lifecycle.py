@@ -60,7 +60,8 @@ class HostLifecycle:
         self.run = run
         self.client = client
         self.driver = MemberDriver(client, run.link, self)
-        self.world = 1
+        self._place, self._places = 0, 1
+        """Which of the workers this is, and how many there are, as of the last agreement."""
         self.was_moved = False
         """Whether the run was moved to another epoch than the loop was in."""
         self._layers = layers
@@ -74,8 +75,18 @@ class HostLifecycle:
 
     @property
     def rank(self) -> int:
-        """0 on the worker that speaks for all, for instance to print. It may change when workers leave."""
-        return 0 if self.driver.member.leads and self.run.link.rank == 0 else self.client.worker_id + 1
+        """0 on the worker that speaks for all, for instance to print. It may change with each agreement."""
+        return self._place + self.run.link.rank * self._places
+
+    @property
+    def world(self) -> int:
+        """How many processes there are, where all workers are of as many as this one is."""
+        return self._places * self.run.link.world
+
+    def take_place(self, ids: list[int]) -> None:
+        """All that take part in an agreement hear the same list of ids, in order of rank, the leader's first."""
+        if self.client.worker_id in ids:
+            self._place, self._places = ids.index(self.client.worker_id), len(ids)
 
     @property
     def version(self) -> int:
@@ -104,7 +115,7 @@ class HostLifecycle:
             if not run.caller.has_trainer and run.speaks and not self._is_over:
                 from potluck.engine.joined_view import JoinedView  # only a person who looks waits for rich
 
-                self._view = JoinedView(run, self._layers.parameters, self.world)
+                self._view = JoinedView(run, self._layers.parameters, self._places)
 
     def begin(self) -> None:
         pass

@@ -234,7 +234,7 @@ class HostRounds:
         run, driver, lifecycle = self._run, self._driver, self._lifecycle
         started = time.perf_counter()
         told = clean_all(json.loads(committed.workers))
-        lifecycle.world = max(1, len(told["workers"]))
+        lifecycle.take_place(told["ranks"])
         tensors = [torch.from_numpy(part) for part in means.parts]
         driver.client.flush()
         driver.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it

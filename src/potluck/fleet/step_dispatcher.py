@@ -472,6 +472,9 @@ class StepDispatcher:
         if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
             told["together"] = True
         told |= {"overflowed": True} if under.overflowed else {}
+        those = [m for m in run.membership.inside if not m.plain and m.since <= under.step]
+        others = {m.worker_id for m in (*run.membership.ready, *those)} - {run.leaders[under.step]}
+        told["ranks"] = [run.leaders[under.step], *sorted(others)]  # at the place of its rank, each worker's id
         committed = Committed(
             under.step,
             record.rows,
@@ -483,7 +486,6 @@ class StepDispatcher:
             json.dumps(told),
             under.buffers,
         )
-        those = [m for m in run.membership.inside if not m.plain and m.since <= under.step]
         return [Send(member.peer, committed) for member in those]
 
     def _end_epoch(self) -> EpochDone:
