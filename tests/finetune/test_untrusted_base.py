@@ -123,8 +123,9 @@ def test_settings_that_name_weights_or_another_base_lead_nowhere(honest: Path, t
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": str(other), "peft_type": "LORA"})
     )
-    found = load(folder).state_dict()
-    assert all(torch.equal(each, found[name]) for name, each in load_file(honest / "model.safetensors").items())
+    with pytest.raises(ConfigError, match=r"holds an adapter \(adapter_config\.json\) beside the model"):
+        load(folder)
+    (folder / "adapter_config.json").unlink()
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps(settings | {"configuration_files": [f"{other}/config.4.0.0.json"], "attn_implementation": "evil/x"})
@@ -185,6 +186,15 @@ def test_a_tokenizer_that_names_other_files_reads_none_of_them(honest: Path, tmp
     with pytest.raises(ConfigError):
         load_tokenizer(folder).get_vocab()["three"]
     assert opened and not [each for each in opened if "secret" in each]
+
+
+def test_templates_that_have_names_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    from potluck.finetune.encoding import load_tokenizer
+
+    tokenizer = make_base(tmp_path / "base")
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(tmp_path / "base")
+    assert load_tokenizer(tmp_path / "base").chat_template == tokenizer.chat_template
 
 
 def test_a_base_in_several_files_is_read_as_transformers_reads_it(honest: Path, tmp_path: Path) -> None:

@@ -115,15 +115,21 @@ def _limit_memory() -> None:
     pages = Path("/proc/self/statm")
     if pages.exists():
         have = int(pages.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (have + MOST_BYTES, have + MOST_BYTES))
+        _limit(resource.RLIMIT_AS, have + MOST_BYTES)
 
 
 def _limit_time(most_cpu_s: int) -> None:
     """The kernel ends this process, since no code of ours runs while a template does."""
     if resource is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + most_cpu_s, hard))
+        _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + most_cpu_s)
+
+
+def _limit(what: int, most: int) -> None:
+    """The limit that an owner of the machine has set may be lower, and stays."""
+    assert resource is not None
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 if __name__ == "__main__":

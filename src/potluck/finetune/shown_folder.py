@@ -17,8 +17,9 @@ from potluck.sharding.stored import TensorFiles
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TEXTS = (".json", ".txt", ".model", ".jinja")
-ASIDE = "adapter_config.json"
-"""An adapter names the folder of its base, and a base is none."""
+ADAPTER = "adapter_config.json"
+"""An adapter names the folder of its base."""
+TEMPLATES = "additional_chat_templates"
 MOST_SETTINGS_BYTES = 16 << 20
 """Larger JSON is a log or a table, and no library needs it."""
 FOLLOWED = ("init_inputs", "transformers_weights", "vocab", "merges")
@@ -29,6 +30,11 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "tekken.jso
 
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the model's weights: all are .safetensors of that folder itself."""
+    if (folder / ADAPTER).is_file():
+        raise ConfigError(
+            f"{folder} holds an adapter ({ADAPTER}) beside the model. Merge it into the model (merge_and_unload of"
+            " peft) and save that, or move the adapter's files elsewhere."
+        )
     name = _settings(folder / "config.json").get("transformers_weights")
     if name is None:
         name = WEIGHTS if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file() else INDEX
@@ -56,8 +62,12 @@ def shown(folder: Path, *, weights: bool = False) -> Iterator[Path]:
         made = Path(place) / (folder.resolve().name or "base")
         made.mkdir()
         for path in sorted(folder.iterdir()):
-            if path.suffix in TEXTS and path.is_file() and path.name != ASIDE and not path.name.endswith(".index.json"):
+            leads_on = path.name == ADAPTER or path.name.endswith(".index.json")
+            if path.suffix in TEXTS and path.is_file() and not leads_on:
                 _show_text(path, made / path.name)
+        for path in sorted((folder / TEMPLATES).glob("*.jinja")):
+            (made / TEMPLATES).mkdir(exist_ok=True)
+            _show_text(path, made / TEMPLATES / path.name)
         if weights:
             _show_weights(weight_files(folder), made)
         yield made
