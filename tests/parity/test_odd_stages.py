@@ -3,12 +3,14 @@ Sequentials, long skips. Every protocol, with a slow worker where two might race
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
@@ -222,3 +224,60 @@ def test_long_skips_go_with_every_schedule(schedule: Any) -> None:
 def test_long_skips_go_where_stages_are_split(strategy: Any) -> None:
     stages = Stages(protocol=Pipeline(micro_batch_size=1), count=2)
     check(skips, stages, ranks=4, strategy=strategy, micro=1, steps=4, slow=2)
+
+
+@dataclass
+class Flow:
+    x: Tensor
+    aside: Tensor
+
+
+class OddBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(WIDE, WIDE, batch_first=True)
+
+    def forward(self, flow: Flow) -> Flow:
+        x = flow.x + self.net(flow.x.unsqueeze(1))[0].squeeze(1)
+        return Flow(x, flow.aside + x.square().mean())
+
+
+class OddNet(nn.Module):
+    """Two lists of layers, the second with one layer several times, that give each other dataclasses; checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        self.first = nn.ModuleList(OddBlock() for _ in range(2))
+        self.second = nn.ModuleList([OddBlock()] * 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        start = self.enter(x)
+        flow = Flow(start, start.square().mean())
+        for layer in (*self.first, *self.second):
+            flow = checkpoint(layer, flow, use_reentrant=False)
+        return self.head(flow.x) + start, flow.aside
+
+
+def odd() -> Case:
+    return OddNet(), odd_loss
+
+
+def odd_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Uses the graph, too."""
+    found, aside = model(batch[0])
+    found.register_hook(lambda gradient: 0.5 * gradient)
+    return (found - batch[1]).square().mean() + 0.01 * aside  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_odd_layers_learn_what_one_process_learns(protocol: str, tmp_path: Path) -> None:
+    stages, micro = protocol_of(protocol, tmp_path)
+    check(odd, stages, micro=micro, steps=3, slow=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp()], ids=["FullShard", "ShardGradOp"])
+def test_odd_layers_go_where_stages_are_split(strategy: Any) -> None:
+    stages = Stages(protocol=Pipeline(micro_batch_size=1), count=2)
+    check(odd, stages, ranks=4, strategy=strategy, micro=1, steps=3, slow=3)

@@ -408,3 +408,30 @@ def siamese(model: nn.Module, batch: Tensor) -> Tensor:
 def test_a_loss_function_that_runs_the_model_twice_is_told_to_run_it_once_on_both() -> None:
     with pytest.raises(ConfigError, match="Run it once on the rows of both"):
         survey(Elsewhere(""), siamese, numbers())
+
+
+class Hooked(nn.Module):
+    """Does something to a tensor itself between two layers: behind a layer or a sum, with a hook or in place."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.enter, self.head = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        self.blocks = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        skip: Tensor | None = None
+        for block in self.blocks:
+            h = block(h) if self.what == "layer" else h + block(h)
+            if self.what == "in place":
+                h.mul_(0.5)
+            else:
+                h.register_hook(lambda gradient: gradient * 0.5)
+            skip = h if skip is None else skip
+        return self.head(h) + (skip if self.what == "skip" else 0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["layer", "sum", "skip", "in place"])
+def test_what_is_done_to_a_tensor_between_layers_is_done_once(what: str) -> None:
+    check(Hooked(what))

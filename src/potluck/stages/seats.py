@@ -118,10 +118,7 @@ class Pass:
     def _arrived(self) -> Activation:
         if self._received is None:
             with self.ear.closed():
-                self._received = tuple(
-                    _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
-                    for tensor in self._given
-                )
+                self._received = tuple(map(_entered, self._given))
         return self._received
 
     def cross(self, crossing: Crossing, output: Any) -> Any:
@@ -143,11 +140,11 @@ class Pass:
         """At once, or when the next layer begins: until then the model may change buffers, which both stages have."""
         if missing := [each for each in self.carries if each not in self.arrivals and each[0] not in self._own]:
             raise ConfigError(f"{_LEFT_OUT} It was layer {missing[0][0]} of the plan.")
-        arrived = self._arrived()
-        carried = (
-            arrived[self.arrivals[each]] if each in self.arrivals else self._own[each[0]][each[1]]
-            for each in self.carries
-        )
+        with self.ear.closed():  # not what the model has of what arrived, on which it may have put hooks
+            carried = [
+                _entered(self._given[self.arrivals[each]]) if each in self.arrivals else self._own[each[0]][each[1]]
+                for each in self.carries
+            ]
         self._leaving = (*self._picked, *carried)
         if crossing.is_last or not crossing.operations:
             raise Reached(self, self._leaving)
@@ -170,6 +167,11 @@ class Pass:
             output = put(form, output, self._arrived())
         elif crossing.way == "out" or crossing.is_carried:
             self._picked += pick(form, output, f"What follows layer {crossing.layer}")
+            if crossing.operations or crossing.is_carried:
+                # The model runs on until the stage ends, and so does the next stage's: what it does there to the tensor
+                # itself, hooks and operations in place, must not be done to what is sent too.
+                with self.ear.closed():
+                    output = map_tensors(torch.clone, output)
         if self._done == len(crossing.operations):
             self._crossing = None
             if crossing.is_carried:
@@ -236,6 +238,10 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
+
+
+def _entered(tensor: Tensor) -> Tensor:
+    return _Enter.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
