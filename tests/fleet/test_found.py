@@ -390,6 +390,12 @@ def test_one_that_has_applied_a_step_continues_where_all_leave_who_would_compute
         pytest.param(8101685, "sync", id="a step that the journal lost is computed again without its plain peer"),
         pytest.param(9300005611, "cadence", id="one that came again is measured by a slow one, in rows"),
         pytest.param(9300001377, "async", id="those who gather values wait for one that hangs, and then for another"),
+        pytest.param(
+            9300004334, "auto", id="a checkpoint is of a step that the journal lost, and has another under its number"
+        ),
+        pytest.param(
+            9300008793, "sync", id="weights of before the run went back are the same, and their momentum is not"
+        ),
         pytest.param(2611171126, "async", id="the last worker is so far away that it evaluates for half a minute"),
     ],
 )

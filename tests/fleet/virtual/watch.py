@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from potluck.events import Decided
+from potluck.events import Decided, WentBack
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.member import MemberPhase
 from potluck.fleet.membership import WorkerRecord
@@ -28,6 +28,8 @@ class Watch:
     def __init__(self, run: Fleet) -> None:
         self._run = run
         self._records: dict[int, StepRecord] = {}
+        self._lives: dict[int, int] = {}
+        """By step, how often the run had been restored when it was recorded."""
         self._seen: dict[str, tuple[int, int]] = {}
         """Of each worker, the version that was compared, in which of the run's lives."""
         self._owed: dict[int, list[Node]] = {}
@@ -159,12 +161,17 @@ class Watch:
             if decided.anchor:  # else all took the step together, and its sums are of several slices
                 self._look_at_mean(record)
         before = self._records.get(record.step - 1)
+        if self._run.lost_at and self._lives.get(record.step - 1) != self._run.restores:
+            before = (
+                None  # the run may be back at a checkpoint of a step that the journal lost, and another took its number
+            )
         place = (
             (before.epoch * ROWS + before.row + before.rows) if before is not None else record.rows_seen - record.rows
         )
         assert record.epoch * ROWS + record.row == place, f"{record} does not follow {before}"
         assert record.rows_seen == place + record.rows
         self._records[record.step] = record
+        self._lives[record.step] = self._run.restores
 
     def _on_begin(self, slices: int) -> None:
         self._came.clear()
@@ -217,9 +224,10 @@ class Watch:
         done = run.standing() if run.lost_at else self._records[last]
         assert done.rows_seen == run.epochs * ROWS, f"{done.rows_seen} rows were seen, of {run.epochs * ROWS}"
         assert run.lost_at or sorted(self._records) == list(range(1, last + 1))
-        # A step that a disk forgot is computed again without its plain peers, whose sums are in no tree: then those who
-        # hold the old one have in fact other bits.
-        are_others = run.plain and run.lost_at
+        # A step that a disk forgot, or before which the run went back, is computed again without its plain peers, whose
+        # sums are in no tree: then those who hold the old one have in fact other bits, if not at once, for the toy's
+        # weights may be the same while its momentum is not.
+        are_others = run.plain and (run.lost_at or run.told(WentBack))
         assert are_others or not run.core.refused["drifted"], "weights were taken for wrong"
 
 
