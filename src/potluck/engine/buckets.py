@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigError
 from potluck.link.link import Pending
+from potluck.sharding.runs import sparse_gradient
 
 FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the first sum starts early in the backward."""
@@ -63,10 +64,7 @@ class GradBucket:
         """A backward has given a gradient. `is_last`: it is the backward after which all have to be here."""
         grad = self.parameters[index].grad
         if grad is not None and grad.is_sparse:
-            raise ConfigError(
-                f"The gradient of {name} is sparse, and sparse gradients cannot be averaged between workers. Make its"
-                " layer with sparse=False."
-            )
+            raise ConfigError(sparse_gradient(name))
         self.take(index)
         if is_last:
             if index not in self.missing:

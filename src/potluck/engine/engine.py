@@ -43,7 +43,7 @@ from potluck.engine.handle import Handle
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
 from potluck.engine.masters import keep_masters
-from potluck.engine.model_checks import check_model, check_no_writes
+from potluck.engine.model_checks import check_dense, check_model, check_no_writes
 from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
@@ -180,6 +180,7 @@ class Engine(Handle):
             check_model(model)
             if run.link.world > 1 or run.wanted.has_host or run.composition.split is not None:
                 check_no_writes(model)
+                check_dense(model)
             keep_masters(run, model, optimizer)
             run.batch_norm = find_batch_norm(model)
             self._settle_wire(model)

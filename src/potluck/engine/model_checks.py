@@ -10,6 +10,7 @@ from potluck.engine.buffers import is_expanded
 from potluck.errors import ConfigError
 from potluck.link.link import Link
 from potluck.save.state import own_state
+from potluck.sharding.runs import sparse_gradient
 
 
 def check_model(model: nn.Module) -> None:
@@ -29,6 +30,13 @@ def check_no_writes(model: nn.Module) -> None:
                 " forward(), such as by x * (limit / x.norm(dim=-1, keepdim=True)).clamp(max=1); or train on one worker"
                 " with NoShard."
             )
+
+
+def check_dense(model: nn.Module) -> None:
+    """Refuses layers whose gradients are sparse, where those are to be added to others'."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(sparse_gradient(f"{name}.weight".lstrip(".")))
 
 
 def check_own_memory(model: nn.Module) -> None:

@@ -483,7 +483,9 @@ class Replica:
             if any(id(parameter) not in self.names for parameter in group["params"]):
                 raise ConfigError(
                     "The optimizer holds a parameter that is not one of the model's. Make the optimizer from"
-                    " model.parameters() of the model that you pass here."
+                    " model.parameters() of the model that you pass here. If it is a loss function's, such as a learned"
+                    " temperature, pass both: model, criterion = prepare([model, criterion], optimizer, ...)[0]; a bare"
+                    " nn.Parameter as nn.ParameterList([parameter])."
                 )
         check_own_memory(self.model)
         if any(isinstance(each, torch.optim.LBFGS) for each in each_of(self.optimizer)):

@@ -167,6 +167,13 @@ def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor], scale: 
     )
 
 
+def sparse_gradient(name: str) -> str:
+    return (
+        f"The gradient of {name} is sparse, and sparse gradients cannot be averaged between workers. Make its layer"
+        " with sparse=False."
+    )
+
+
 def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:
     """For one optimizer alone: two that split one parameter would each step it."""
     for name, parameter in parameters.items():

@@ -32,6 +32,7 @@ from potluck.sharding.runs import (
     in_host_memory,
     run_of,
     scaling,
+    sparse_gradient,
 )
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.whole_steps import check_can_split
@@ -309,6 +310,8 @@ class ShardedOptimizer(Sharded):
         def on_gradient(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self._check_fresh()
+            if parameter.grad.is_sparse:
+                raise ConfigError(sparse_gradient(self._names[id(parameter)]))
             if (index not in bucket.missing or self._has_ended) and not self._keeps:
                 self.finish()  # another backward before the step: the first one leaves now
             self._is_summed = False
