@@ -4,6 +4,7 @@ The judge is a loop of plain PyTorch. Where torch's own norm of a float32 gradie
 """
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,45 @@ def test_a_step_that_the_gpu_left_out_for_lack_of_room_is_made_after_all(
     assert left_out == [True] * (STEPS - 1)  # momentum's first step never runs ahead
     assert_as_plain(model, scenario, name)
     assert norms == pytest.approx(plain(scenario)[1], rel=2e-5)
+
+
+def in_part(strategies: list[Any]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """The optimizer has all but one layer, whose gradient is there all the same."""
+    found, meeting = [], os.environ.get("POTLUCK_RENDEZVOUS", "")
+    for number, strategy in enumerate(strategies):
+        os.environ["POTLUCK_RENDEZVOUS"] = f"{meeting} {number}"
+        model, _ = make(SCENARIOS["float64 and clipped"])
+        held = [p for name, p in model.named_parameters() if not name.startswith("2.")]
+        with potluck.init(strategy=strategy, step=StepConfig(clip=0.05), patience_s=60) as fleet:
+            optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9)
+            model, _, loader = fleet.prepare(model, optimizer, data(torch.float64), batch_size=ROWS)
+            norms = []
+            for _ in fleet.epochs(STEPS):
+                for x in loader:
+                    fleet.backward(model(x).square().mean(), samples=len(x))
+                    norms.append(fleet.step().grad_norm)  # type: ignore[union-attr]
+            found.append((norms, fleet.state_dict() or {}))
+    return found
+
+
+def test_trained_parameters_that_no_optimizer_holds_count_in_the_norm_under_every_strategy() -> None:
+    """As in clip_grad_norm_(model.parameters())."""
+    torch.set_num_threads(1)
+    judge, _ = make(SCENARIOS["float64 and clipped"])
+    held = [p for name, p in judge.named_parameters() if not name.startswith("2.")]
+    optimizer, norms = torch.optim.SGD(held, lr=0.1, momentum=0.9), []
+    for _ in range(STEPS):
+        judge.zero_grad()
+        judge(data(torch.float64)).square().mean().backward()
+        norms.append(nn.utils.clip_grad_norm_(judge.parameters(), 0.05).item())
+        optimizer.step()
+    strategies = [
+        NoShard(),
+        ShardGradOp(),
+        ShardGradOp(keep_gradients=True),
+        FullShard(),
+        FullShard(weights=(3.0, 1.0)),
+    ]
+    for found, weights in run_ranks(2, in_part, strategies)[0]:
+        assert found == pytest.approx(norms, rel=1e-12)
+        torch.testing.assert_close(weights, judge.state_dict(), atol=1e-12, rtol=1e-12)

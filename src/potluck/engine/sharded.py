@@ -1,6 +1,7 @@
 """A replica that is split over ranks: the strategies of sharding/, behind what an engine asks of a replica."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_s
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums
 from potluck.link.link import Alone, Link
-from potluck.sharding.runs import FlatRun, Span
+from potluck.sharding.runs import FlatRun, Span, total_norm
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.splitting import shard_over
 from potluck.sharding.strategy import ShardingStrategy
@@ -90,6 +91,10 @@ class ShardedReplica(Replica):
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.outer.names = self.names
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        named = self.model.named_parameters()
+        self._unstepped = [p for name, p in named if p.requires_grad and p.numel() and name not in self.sharded.split]
+        """Trained parameters that are whole on every rank, and that no optimizer holds."""
+        self._unstepped_norm = 0.0
 
     def _sum_over(self, nodes: dist.ProcessGroup) -> Callable[[Tensor], None]:
         """Nodes send each other coded gradients; within a node they travel as they are."""
@@ -179,7 +184,24 @@ class ShardedReplica(Replica):
             for run, gradient in zip(self.sharded.runs, self.sharded.run_gradients(), strict=True):
                 if gradient is not None and not self.steps_now(run.span.name):
                     gradient.zero_()
+            for gradient in self.sharded.unstepped():
+                gradient.zero_()
+        elif self._unstepped:
+            self._sum_unstepped()
         return time.perf_counter() - started
+
+    @torch.no_grad()
+    def _sum_unstepped(self) -> None:
+        """They count in the norm, as in clip_grad_norm_(model.parameters())."""
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._unstepped]
+        whole = torch.cat([gradient.reshape(-1) for gradient in found])
+        self._stepping.start_sum(whole).wait()
+        self._unstepped_norm = total_norm([whole]).item()
+
+    def _forget_unstepped(self) -> None:
+        self._unstepped_norm = 0.0
+        for parameter in self._unstepped:
+            parameter.grad = None
 
     def drop_unused(self) -> None:
         self.sharded.used_in_stages = self.used_in_stages
@@ -194,7 +216,12 @@ class ShardedReplica(Replica):
         return self.sharded.used
 
     def norm(self) -> Tensor:
-        return self.sharded.norm()
+        norm = self.sharded.norm()
+        return (
+            torch.tensor(math.hypot(norm.item(), self._unstepped_norm), dtype=torch.float64)
+            if self._unstepped
+            else norm
+        )
 
     def _gradients(self) -> list[Tensor]:
         return self.sharded.gradients()
@@ -203,11 +230,13 @@ class ShardedReplica(Replica):
         with self._own_step():
             self.sharded.step(scale)
         self.sharded.share()
+        self._forget_unstepped()
         self._is_armed_for_last = False
 
     def drop(self) -> None:
         self._seal.forget()
         self.sharded.drop()
+        self._forget_unstepped()
         self._is_armed_for_last = False
 
     @property

@@ -385,7 +385,7 @@ class FullySharded(Sharded):
         self, parts: Mapping[str, DTensor], number: Mapping[str, int], whole: Mapping[str, nn.Parameter]
     ) -> None:
         """`number`: of a trained parameter's group, by name."""
-        self.runs, self.rest, self._sources = [], [], []
+        self.runs, self.rest, self._sources, self._unstepped = [], [], [], []
         numbered = []
         for name, part in parts.items():
             if not local_part(part).numel():
@@ -394,6 +394,8 @@ class FullySharded(Sharded):
             run = FlatRun(parameter, self._span(name, self.split[name].shape))
             if name not in number:
                 self.rest.append(run)
+                if part.requires_grad:
+                    self._unstepped.append((run, part))
             else:
                 self.runs.append(run)
                 self._sources.append(part)
@@ -454,6 +456,8 @@ class FullySharded(Sharded):
             elif self._units is not None and name not in self._units.used:
                 source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
             run.parameter.grad = None if source.grad is None else _flat(source.grad)
+        for run, source in self._unstepped:
+            run.parameter.grad = None if source.grad is None else _flat(source.grad)
 
     def share(self) -> None:
         """A forward without a backward leaves the root's parameters gathered, and they would be taken for the new."""
@@ -467,7 +471,7 @@ class FullySharded(Sharded):
 
     def _forget(self) -> None:
         self._is_loaded, self._idle = False, frozenset()
-        for run, source in zip(self.runs, self._sources, strict=True):
+        for run, source in (*zip(self.runs, self._sources, strict=True), *self._unstepped):
             run.parameter.grad = source.grad = None
         self._summed.clear()
         if self._units is not None:

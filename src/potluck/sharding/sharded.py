@@ -132,7 +132,7 @@ class Sharded:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Of the whole gradient, on every rank alike."""
-        norm = total_norm(self.gradients())
+        norm = total_norm([*self.gradients(), *self.unstepped()])
         if self.collectives.world == 1:
             return norm
         square = norm.double().square()
@@ -141,6 +141,10 @@ class Sharded:
 
     def gradients(self) -> list[Tensor]:
         return [run.parameter.grad for run in self.runs if run.parameter.grad is not None]
+
+    def unstepped(self) -> list[Tensor]:
+        """The gradients of trained parameters that no optimizer holds. They count in the norm."""
+        return [run.parameter.grad for run in self.rest if run.parameter.grad is not None]
 
     @property
     def used(self) -> Set[str]:

@@ -40,6 +40,8 @@ from potluck.sharding.whole_steps import check_can_split
 
 MOST_ON_THEIR_WAY = 1
 """Sums of gradients: further ones wait for it. One lasts as long as a block's backward, and costs a block's memory."""
+UNSTEPPED = -1
+"""In place of a group's number: of trained parameters that the optimizer does not hold."""
 
 
 class UnevenShards(Sharded):
@@ -112,7 +114,8 @@ class UnevenShards(Sharded):
             self._sums.pop(0).take_in(self._share, self._sum_over_nodes)
 
     def gradients(self) -> list[Tensor]:
-        return [home.gradient for home in self._homes.values() if home.gradient is not None]
+        homes = self._homes.items()
+        return [home.gradient for (_, group), home in homes if home.gradient is not None and group != UNSTEPPED]
 
     def share(self) -> None:
         """What was gathered before the runs were written is out of date."""
@@ -123,7 +126,7 @@ class UnevenShards(Sharded):
         for unit in self._units:
             unit.release()
             unit.forget()
-        for gradient in self.gradients():
+        for gradient in (*self.gradients(), *self.unstepped()):
             gradient.zero_()
         self._used.clear()
         self._idle = frozenset()
@@ -167,9 +170,9 @@ class UnevenShards(Sharded):
         for name, parameter in self.model.named_parameters():
             if stays_whole(parameter):
                 continue
-            group = home.get(id(parameter)) if parameter.requires_grad else None
+            group = home.get(id(parameter), UNSTEPPED) if parameter.requires_grad else None
             found[id(parameter)] = FlatParamMember(name, parameter, group, tuple(parameter.shape), parameter.dtype)
-        if not any(member.is_trained for member in found.values()):
+        if not any(member.is_trained and member.group != UNSTEPPED for member in found.values()):
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
         return found
 
@@ -216,7 +219,7 @@ class UnevenShards(Sharded):
         self.rest = []
         for (_, group), home in self._homes.items():
             runs = [run_of(home.flat, home.gradient, at, span) for at, span in home.spans.items()]
-            if group is None:
+            if group in (None, UNSTEPPED):
                 self.rest += runs
             else:
                 numbered += [(group, run) for run in runs]

@@ -37,7 +37,7 @@ class FlatParamMember:
     name: str
     parameter: nn.Parameter
     group: int | None
-    """Of the optimizer; none: it does not step this parameter."""
+    """Of the optimizer; none: this parameter is frozen."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     """As the optimizer has it; it may compute in another one."""
