@@ -175,7 +175,7 @@ def test_a_step_that_the_gpu_left_out_for_lack_of_room_is_made_after_all(
 
 def in_part(strategies: list[Any]) -> list[tuple[list[float], dict[str, Tensor]]]:
     """The optimizer has all but one layer, whose gradient is there all the same."""
-    found, meeting = [], os.environ.get("POTLUCK_RENDEZVOUS", "")
+    found, meeting = [], os.environ["POTLUCK_RENDEZVOUS"]
     for number, strategy in enumerate(strategies):
         os.environ["POTLUCK_RENDEZVOUS"] = f"{meeting} {number}"
         model, _ = make(SCENARIOS["float64 and clipped"])

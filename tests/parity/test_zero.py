@@ -107,14 +107,15 @@ def ours(
         "weights": torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
         "same": is_same,
         "bytes": sharded.memory_bytes(),
-        "size": sharded.shard.shard_size,
+        "size": sharded.flats[0].shard.shard_size,
     }
 
 
 def gather(sharded: ShardedOptimizer) -> Tensor:
     """The whole gradient, from its owners."""
-    whole = torch.zeros_like(sharded.flat)
-    whole[sharded.shard.param_start : sharded.shard.param_end] = sharded.gradient
+    (flat,) = sharded.flats
+    whole = torch.zeros_like(flat.numbers)
+    whole[flat.shard.param_start : flat.shard.param_end] = flat.gradient
     if sharded.collectives.world > 1:
         dist.all_reduce(whole)
     return whole

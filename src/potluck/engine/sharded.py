@@ -91,8 +91,9 @@ class ShardedReplica(Replica):
         self.names = {id(run.parameter): f"run {index}" for index, run in enumerate(self.sharded.runs)}
         self.outer.names = self.names
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        known = self.sharded.split.keys() | {name for names in self.sharded.group_names for name in names}
         named = self.model.named_parameters()
-        self._unstepped = [p for name, p in named if p.requires_grad and p.numel() and name not in self.sharded.split]
+        self._unstepped = [p for name, p in named if p.requires_grad and p.numel() and name not in known]
         """Trained parameters that are whole on every rank, and that no optimizer holds."""
         self._unstepped_norm = 0.0
 

@@ -5,13 +5,13 @@
     sharded.step()                        # each owner steps its own range
     sharded.broadcast_updated_params()    # the ranges go back, and all parameters are whole again on every rank
 
-Parameters lie end to end in one flat tensor, in the model's order, and each rank owns a range of it
+Parameters lie end to end in one flat tensor for each type, in the model's order, and each rank owns a range of it
 (optimizer_shard.py). The given optimizer is pointed at that range, so whatever sets its learning rate still does.
 Between steps a loop may read and write parameters as it likes, by whatever name it has them: docs/decisions/0093.
 With `keep_gradients` each rank has its whole gradient until the step, as ZeRO-1 says, and it travels once a step.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +43,46 @@ MOST_ON_THEIR_WAY = 3
 """Buckets: further ones wait for the first of them, so that gradients never take more memory than that."""
 
 
+class _Flat:
+    """Parameters of one type, end to end."""
+
+    def __init__(
+        self, parameters: Mapping[int, nn.Parameter], shards: Sequence[OptimizerShard], rank: int, *, keeps: bool
+    ) -> None:
+        """`parameters`: by their number in the model. `keeps`: this rank has its whole gradient until the step."""
+        self.starts: dict[int, int] = {}
+        at = 0
+        for index, parameter in parameters.items():
+            self.starts[index], at = at, at + parameter.numel()
+        first = next(iter(parameters.values()))
+        self.shards, self.shard = shards, shards[rank]
+        self.numbers = torch.empty(at, dtype=first.dtype, device=first.device)  # [all parameters]
+        for index, parameter in parameters.items():
+            piece = self.numbers[self.starts[index] : self.starts[index] + parameter.numel()].view_as(parameter)
+            piece.copy_(parameter)
+            parameter.data = piece
+        a, b = self.shard.param_start, self.shard.param_end
+        self.own = self.numbers[a:b]
+        self.whole_gradient = torch.zeros_like(self.numbers) if keeps else None
+        self.gradient = self.whole_gradient[a:b] if self.whole_gradient is not None else self.numbers.new_zeros(b - a)
+        self.host: Tensor | None = None
+        """A copy of this rank's range that is stepped in its place."""
+        self.host_gradient: Tensor | None = None
+
+    def move_to_host(self) -> None:
+        self.host = in_host_memory(self.own)
+        self.host_gradient = torch.zeros_like(self.host)
+
+    def part_in(self, start: int, end: int) -> tuple[int, int]:
+        """What this rank owns between these; nothing, if the first is not less than the second."""
+        return max(start, self.shard.param_start), min(end, self.shard.param_end)
+
+
 @dataclass(eq=False)
 class _Bucket:
-    """Some neighbours in the flat tensor, whose gradients travel together."""
+    """Some neighbours in a flat tensor, whose gradients travel together."""
 
+    of: _Flat
     start: int
     end: int
     parameters: list[int]
@@ -98,12 +134,8 @@ class ShardedOptimizer(Sharded):
         self.rest = []
         self.split = {self._names[id(p)]: Spec(tuple(p.shape), p.dtype) for p in self.parameters}
         self.group_names = group_names(optimizer, self._names)
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        total = sum(sizes)
-        self.shards = [OptimizerShard.for_weights(rank, shares, total) for rank in range(self.collectives.world)]
-        self.shard = self.shards[self.collectives.rank]
-        self._flatten(total)
+        self.flats = self._flatten(shares)
+        self._flat_of = {index: flat for flat in self.flats for index in flat.starts}
         self._point_optimizer()
         self._buckets = self._plan_buckets()
         self._arrived: set[int] = set()
@@ -171,7 +203,7 @@ class ShardedOptimizer(Sharded):
         return {self._names[id(self.parameters[index])] for index in self._arrived}
 
     def run_gradients(self) -> list[Tensor | None]:
-        return list(torch.split(self.gradient, [run.parameter.numel() for run in self.runs]))
+        return list(self._run_gradients)
 
     @torch.no_grad()
     def load(self, gradients: Sequence[Tensor | None]) -> None:
@@ -183,7 +215,7 @@ class ShardedOptimizer(Sharded):
         self._forget_unused([self._names[id(p)] for p in self.parameters], used)
 
     def gradients(self) -> list[Tensor]:
-        return [self.gradient]
+        return [flat.gradient for flat in self.flats]
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
@@ -191,16 +223,18 @@ class ShardedOptimizer(Sharded):
         self._check_fresh()
         self.finish()
         with scaling(self.optimizer, self.gradients(), scale):
-            if self._host is not None:
-                self._host.copy_(self._own)  # what a loop has written into the parameters since the last step counts
-                self._host_gradient.copy_(self.gradient)
+            for flat in self.flats:
+                if flat.host is not None and flat.host_gradient is not None:
+                    flat.host.copy_(flat.own)  # what a loop has written into the parameters since the last step counts
+                    flat.host_gradient.copy_(flat.gradient)
             self._step_used()
         self._forget()
-        self._is_stale = self.collectives.world > 1 or self._host is not None
+        self._is_stale = self.collectives.world > 1 or self._offloads
 
     def _forget(self) -> None:
-        if self._whole_gradient is not None:
-            self._whole_gradient.zero_()
+        for flat in self.flats:
+            if flat.whole_gradient is not None:
+                flat.whole_gradient.zero_()
         for bucket in self._buckets:
             bucket.is_taken = False
         self._arrived.clear()
@@ -211,11 +245,12 @@ class ShardedOptimizer(Sharded):
     def broadcast_updated_params(self) -> None:
         """Sends each owner's range to all, and returns when every range is here: whatever reads a parameter next,
         in a forward or outside of one, must not find the old numbers."""
-        if self._host is not None:
-            self._own.copy_(self._host)
+        for flat in self.flats:
+            if flat.host is not None:
+                flat.own.copy_(flat.host)
         self._is_stale = False
         pending = [
-            self.collectives.start_broadcast(self.flat[start:end], owner)
+            self.collectives.start_broadcast(bucket.of.numbers[start:end], owner)
             for bucket in self._buckets
             for owner, start, end in self._parts_of(bucket)
         ]
@@ -226,7 +261,7 @@ class ShardedOptimizer(Sharded):
 
     def _parts_of(self, bucket: _Bucket) -> Iterator[tuple[int, int, int]]:
         """Each owner of a part of it, and where that part starts and ends."""
-        for shard in self.shards:
+        for shard in bucket.of.shards:
             start, end = max(shard.param_start, bucket.start), min(shard.param_end, bucket.end)
             if start < end:
                 yield shard.rank, start, end
@@ -239,7 +274,7 @@ class ShardedOptimizer(Sharded):
             )
 
     def _parameters(self) -> list[Tensor]:
-        return [self.flat]
+        return [flat.numbers for flat in self.flats]
 
     # How it is made
 
@@ -248,63 +283,67 @@ class ShardedOptimizer(Sharded):
         if not self.parameters:
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
         claim({names[id(parameter)]: parameter for parameter in self.parameters}, self)
-        kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
-        if len(kinds) > 1:
+        devices = sorted({str(parameter.device) for parameter in self.parameters})
+        if len(devices) > 1:
             raise ConfigError(
-                "Parameters of one sharded optimizer are of one type and on one device, and these are of"
-                f" {', '.join(sorted(f'{dtype} on {device}' for dtype, device in kinds))}."
+                "Parameters of one sharded optimizer are on one device, and these are on"
+                f" {' and '.join(devices)}. Move the model to one of them."
             )
 
     @torch.no_grad()
-    def _flatten(self, total: int) -> None:
-        first = self.parameters[0]
-        self.flat = torch.empty(total, dtype=first.dtype, device=first.device)  # [all parameters]
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            piece = self.flat[start : start + parameter.numel()].view_as(parameter)
-            piece.copy_(parameter)
-            parameter.data = piece
-        a, b = self.shard.param_start, self.shard.param_end
-        self._whole_gradient = torch.zeros_like(self.flat) if self._keeps else None
-        self.gradient = self._whole_gradient[a:b] if self._whole_gradient is not None else self.flat.new_zeros(b - a)
+    def _flatten(self, shares: Sequence[float]) -> list[_Flat]:
+        """In the order in which the model has a first parameter of each type."""
+        kinds: dict[torch.dtype, dict[int, nn.Parameter]] = {}
+        for index, parameter in enumerate(self.parameters):
+            kinds.setdefault(parameter.dtype, {})[index] = parameter
+        flats = []
+        for alike in kinds.values():
+            total = sum(parameter.numel() for parameter in alike.values())
+            shards = [OptimizerShard.for_weights(rank, shares, total) for rank in range(self.collectives.world)]
+            flats.append(_Flat(alike, shards, self.collectives.rank, keeps=self._keeps))
+            if self._offloads:
+                flats[-1].move_to_host()
+        return flats
 
     def _point_optimizer(self) -> None:
         """Its groups hold what this rank's range has of each parameter, instead of the parameters."""
-        self._own = own = self.flat[self.shard.param_start : self.shard.param_end]
-        gradient = self.gradient
-        self._host: Tensor | None = None
-        if self._offloads:
-            own = self._host = in_host_memory(own)
-            gradient = self._host_gradient = torch.zeros_like(own)
-        home, numbered, at = homes(self.optimizer), [], 0
-        for whole, start in zip(self.parameters, self._starts, strict=True):
-            begin = max(start, self.shard.param_start)
-            end = min(start + whole.numel(), self.shard.param_end)
+        home, numbered = homes(self.optimizer), []
+        self._run_gradients: list[Tensor] = []
+        for index, whole in enumerate(self.parameters):
+            flat = self._flat_of[index]
+            start, first = flat.starts[index], flat.shard.param_start
+            begin, end = flat.part_in(start, start + whole.numel())
             if begin < end:
+                own, gradient = (flat.own, flat.gradient) if flat.host is None else (flat.host, flat.host_gradient)
                 span = Span(self._names[id(whole)], tuple(whole.shape), begin - start, end - start)
-                numbered.append((home[id(whole)], run_of(own, gradient, at, span)))
-                at += span.size
+                numbered.append((home[id(whole)], run_of(own, gradient, begin - first, span)))
+                self._run_gradients.append(flat.gradient[begin - first : end - first])
         self.runs = [run for _, run in numbered]
         self._point(numbered, {self._names[id(p)]: p for p in self.parameters})
 
     def _plan_buckets(self) -> list[_Bucket]:
         """From the last parameters to the first, as the backward gives their gradients."""
-        most = max(1, BUCKET_BYTES // self.flat.element_size())
         buckets: list[_Bucket] = []
+        filling: dict[_Flat, _Bucket] = {}
         for index in reversed(range(len(self.parameters))):
-            start, end = self._starts[index], self._starts[index] + self.parameters[index].numel()
-            if buckets and buckets[-1].end - start <= most:
-                buckets[-1].start = start
-                buckets[-1].parameters.append(index)
+            flat = self._flat_of[index]
+            start, end = flat.starts[index], flat.starts[index] + self.parameters[index].numel()
+            bucket = filling.get(flat)
+            if bucket is not None and bucket.end - start <= max(1, BUCKET_BYTES // flat.numbers.element_size()):
+                bucket.start = start
+                bucket.parameters.append(index)
             else:
-                buckets.append(_Bucket(start, end, [index]))
+                filling[flat] = _Bucket(flat, start, end, [index])
+                buckets.append(filling[flat])
         for bucket in buckets:
             bucket.missing = set(bucket.parameters)
-        return buckets
+        # They leave in this order: one must not wait for a gradient that comes later than all of another's.
+        return sorted(buckets, key=lambda bucket: -min(bucket.parameters))
 
     # Gradients
 
     def _hook(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
-        start, size = self._starts[index] - bucket.start, self.parameters[index].numel()
+        start, size = bucket.of.starts[index] - bucket.start, self.parameters[index].numel()
 
         @torch.no_grad()
         def on_gradient(parameter: Tensor) -> None:
@@ -331,19 +370,22 @@ class ShardedOptimizer(Sharded):
         return on_gradient
 
     def _fill(self, bucket: _Bucket) -> None:
-        if bucket.gradient is None and self._whole_gradient is not None:
-            bucket.gradient = self._whole_gradient[bucket.start : bucket.end]
-        elif bucket.gradient is None:
-            size = bucket.end - bucket.start
-            fits = next((index for index, memory in enumerate(self._memory) if memory.numel() >= size), None)
-            memory = self._memory.pop(fits) if fits is not None else self.flat.new_empty(size)
-            bucket.gradient = memory[:size]
+        if bucket.gradient is not None:
+            return
+        if bucket.of.whole_gradient is not None:
+            bucket.gradient = bucket.of.whole_gradient[bucket.start : bucket.end]
+            return
+        size, like = bucket.end - bucket.start, bucket.of.numbers
+        known = enumerate(self._memory)
+        fits = next((index for index, each in known if each.dtype == like.dtype and each.numel() >= size), None)
+        memory = self._memory.pop(fits) if fits is not None else like.new_empty(size)
+        bucket.gradient = memory[:size]
 
     def _clear_missing(self, bucket: _Bucket) -> None:
         """What no backward of this rank has given; with gradients that are kept, an earlier one may have."""
         assert bucket.gradient is not None
         for index in () if self._keeps else bucket.missing:
-            start = self._starts[index] - bucket.start
+            start = bucket.of.starts[index] - bucket.start
             bucket.gradient[start : start + self.parameters[index].numel()].zero_()
 
     def _send_in_order(self) -> None:
@@ -372,10 +414,10 @@ class ShardedOptimizer(Sharded):
         self._on_their_way.remove(bucket)
         for pending in bucket.pending:
             pending.wait()
-        start, end = max(self.shard.param_start, bucket.start), min(self.shard.param_end, bucket.end)
+        start, end = bucket.of.part_in(bucket.start, bucket.end)
         if start < end:
-            part = bucket.gradient[start - bucket.start : end - bucket.start]
-            mine = self.gradient[start - self.shard.param_start : end - self.shard.param_start]
+            part, first = bucket.gradient[start - bucket.start : end - bucket.start], bucket.of.shard.param_start
+            mine = bucket.of.gradient[start - first : end - first]
             share = 1 / self.collectives.world if self._mean else 1.0
             if self._keeps:
                 mine.mul_(share)
