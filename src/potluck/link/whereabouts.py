@@ -159,7 +159,7 @@ class GroupWatch:
     """Compares where the ranks of the default group are, in a thread of its own."""
 
     def __init__(self, store: Store, rank: int, world: int, number: int = 0) -> None:
-        self.calls = CallLog(on_new=self.tell)  # a peer that waits elsewhere may be ended by bytes that do not fit
+        self.calls = CallLog(on_new=self._tell_here)  # bytes that do not fit may end a peer elsewhere
         self.number = number
         self._store, self._rank, self._world = store, rank, world
         self._over = threading.Event()
@@ -205,6 +205,10 @@ class GroupWatch:
             self._told = here
         return here
 
+    def _tell_here(self) -> Whereabouts:
+        """In the main thread."""
+        return self.tell(_place(sys._getframe()), waits=True)
+
     def _others(self) -> dict[int, Whereabouts]:
         """What other ranks have told last. It may be old, but an order of calls does not change any more."""
         keys = {rank: self._key(rank) for rank in range(self._world) if rank != self._rank}
@@ -226,7 +230,7 @@ class GroupWatch:
         found: list[str] = []
 
         def is_found() -> bool:
-            if (sentence := find_mistake(self._others() | {self._rank: self.tell()})) is not None:
+            if (sentence := find_mistake(self._others() | {self._rank: self._tell_here()})) is not None:
                 found.append(sentence)
             return bool(found)
 
