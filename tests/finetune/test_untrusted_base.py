@@ -221,16 +221,23 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("template", BOMBS)
-def test_a_template_that_takes_too_much_is_stopped_with_a_sentence(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[None]:
+    """Little time for a template, and enough for those that take memory."""
     from potluck.finetune import rendering
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendering, "MOST_CPU_S", 2)
+        rendering.template_process.cache_clear()
+        yield
+        rendering.template_process.cache_clear()
+
+
+@pytest.mark.parametrize("template", BOMBS)
+def test_a_template_that_takes_too_much_is_stopped_with_a_sentence(template: str, impatient: None) -> None:
     from potluck.finetune.encoding import Encoder
     from potluck.finetune.records import TextRecord
 
-    monkeypatch.setattr(rendering, "MOST_CPU_S", 0)
-    rendering.template_process.cache_clear()
     tokenizer = make_tokenizer(template=template)
     tokenizer.pad_token = tokenizer.eos_token
     fields = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
@@ -239,4 +246,3 @@ def test_a_template_that_takes_too_much_is_stopped_with_a_sentence(
     assert BOMBS[template] in str(caught.value)
     tokenizer.chat_template = "{{ messages[0].content }}"  # the next one is rendered
     assert Encoder(tokenizer, "chat").written([{"role": "user", "content": "\u00e4\n"}]) == "\u00e4\n"
-    rendering.template_process.cache_clear()
