@@ -144,11 +144,18 @@ def test_a_part_that_only_some_batches_use_is_trained_on_whichever_stage_uses_it
 
 
 @pytest.mark.parametrize(
-    "strategy", [NoShard(), ShardGradOp(), FullShard()], ids=["NoShard", "ShardGradOp", "FullShard"]
+    "strategy",
+    [NoShard(), ShardGradOp(), FullShard(), FullShard(weights=(1, 1, 3, 2))],
+    ids=["NoShard", "ShardGradOp", "FullShard", "weights"],
 )
 def test_such_a_part_is_trained_where_stages_are_split_or_several(strategy: Any) -> None:
     stages = Stages(protocol=Pipeline(micro_batch_size=1), count=2)
     check(sometimes, stages, ranks=4, strategy=strategy, micro=1, slow=2)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "gpipe"])
+def test_such_a_part_is_trained_in_every_schedule(schedule: Any) -> None:
+    check(sometimes, Stages(protocol=Pipeline(micro_batch_size=1, schedule=schedule), count=2), micro=1)
 
 
 class Nested(nn.Module):

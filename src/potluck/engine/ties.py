@@ -23,10 +23,12 @@ class Ties:
         """Of each that is tied and trained: who has it, by place."""
         names = [name for name, _ in state_held_by(own)]
         trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
-        told = [set(json.loads(data)) for data in places.stage_group.gather_bytes(json.dumps(names).encode())]
-        counts = Counter(name for theirs in told for name in theirs)
+        mine = json.dumps([names, sorted(trained)]).encode()
+        every = [json.loads(data) for data in places.stage_group.gather_bytes(mine)]
+        told = [set(theirs) for theirs, _ in every]
+        counts = Counter(name for _, theirs in every for name in theirs)
         self.shared = sorted(name for name, count in counts.items() if count > 1)
-        """What any two stages have, the same list on each of them."""
+        """What any two stages train, the same list on each of them."""
         for name in names:
             holders = [place for place, theirs in enumerate(told) if name in theirs]
             self.is_first_of[name] = holders[0] == self._place
