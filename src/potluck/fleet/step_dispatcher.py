@@ -87,9 +87,10 @@ class StepDispatcher:
         return effects + self._tell_next(self.now)
 
     def _start_ahead(self) -> list[Effect]:
-        """Nobody can compute the step again that was to be: those who have applied it continue."""
-        run = self._run
-        if run.ahead is None or not any(m.since > run.ahead.step and not m.leaving for m in run.membership.holders):
+        """All who stay have applied the step that was to be computed again: they continue. Others would be left behind,
+        for nobody sends its average."""
+        run, staying = self._run, [m for m in self._run.membership.holders if not m.leaving]
+        if run.ahead is None or not staying or any(m.since <= run.ahead.step for m in staying):
             return []
         run.skip_ahead()
         return self.start()
