@@ -378,6 +378,20 @@ def test_one_that_has_applied_a_step_continues_where_all_leave_who_would_compute
     assert ahead.has_finished
 
 
+def test_one_that_has_applied_a_step_does_not_wait_for_ever_for_one_that_hangs_as_it_computes_it_again() -> None:
+    faults = FaultScript().cut("w0", at_step=2, phase="sent").stall("w0", at_step=2, phase="joined", seconds=0.5)
+    run = Fleet(workers=2, faults=faults)
+    run.run_until(lambda: len(faults.fired) == 2)
+    behind, ahead = run.workers.values()
+    run.run_until(lambda: ahead.state.step == 2)
+    ahead.clock.stop(3.0)
+    ahead.lose_connection()
+    faults.stall("w0", at_step=2, seconds=10_000)
+    run.run_until(lambda: run.core.ahead is not None)
+    run.run_until(lambda: run.standing().step == STEPS, limit_s=20 * PATIENCE_S)
+    assert faults.fired == ["cut w0", "stall w0", "stall w0"] and ahead.is_alive and behind.state.step == 1
+
+
 @pytest.mark.parametrize(
     ("seed", "policy"),
     [

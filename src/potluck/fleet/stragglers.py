@@ -63,6 +63,12 @@ class Stragglers:
             # Those who were relieved themselves have nothing to do either, and must not be relied on.
             if any(not (m.is_computing or m.is_relieved or self.run.is_silent(m)) for m in able):
                 return self._relieve(under.step, member)  # one at a time: the next may have been given this one's part
+            # Those who have applied the step, which is being computed again, continue once nobody is behind them.
+            ahead = [m for m in holders if m.since > under.step and not (m.leaving or self.run.is_silent(m))]
+            if self.run.ahead is not None and ahead:
+                return self.run.close(
+                    member.peer, f"it computes nothing of step {under.step}, which others have applied"
+                )
         return []
 
     def _delivers_nothing(self, member: WorkerRecord) -> bool:
