@@ -172,6 +172,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             fleet.after_agreement.append(lambda: on_step(fleet))
             model = options["job"](fleet)
         elif "fit" in options:
+            fleet.after_agreement.append(lambda: on_step(fleet))
             model = fit(fleet, place / name, options["fit"])
         else:
             model = train(fleet, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)

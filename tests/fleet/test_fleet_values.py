@@ -141,9 +141,10 @@ def rising(place: Path) -> None:
 def test_a_run_ends_early_for_all_and_the_host_keeps_the_best(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     fit = {"epochs": EPOCHS, "validate_every": 2, "patience": 3, "checkpoint": CheckpointConfig(keep_last=1, best=True)}
-    fleet.add("first", rising, fit=fit, steps=10)
-    fleet.wait_for_step(5)
+    fleet.add("first", rising, fit=fit, steps=10, hold_at=5)
+    fleet.wait_for_step(4)
     fleet.add("late", rising, fit=fit, steps=10)
+    fleet.let_in("late")
     finish = fleet.server.wait(60)
     assert finish is not None and (finish.reason, finish.failed) == ("finished", False), fleet.describe()
     for worker in fleet.workers:
