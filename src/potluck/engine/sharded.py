@@ -17,7 +17,8 @@ from potluck.engine.single_rows import find_batch_norm
 from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums
-from potluck.link.link import Alone, Link
+from potluck.link.link import Alone, Link, Pending
+from potluck.sharding.passes import UNEQUAL
 from potluck.sharding.runs import FlatRun, Span, total_norm
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.splitting import shard_over
@@ -49,6 +50,8 @@ class ShardedReplica(Replica):
         self._nodes = nodes
         self._codes_within = codes_within
         self._own_units = own_units
+        self._lasts: tuple[Tensor, Pending] | None = None
+        """How many of the ranks take this backward for the step's last, once it is known."""
         super().__init__(*arguments, **options)
 
     @property
@@ -167,12 +170,21 @@ class ShardedReplica(Replica):
     def arm(self, *, last: bool) -> None:
         super().arm(last=last)
         self.sharded.arm(last=last)
+        over = self.sharded.collectives
+        if self.in_step and not self.gathers and over.world > 1:  # those that gather tell each other anyway
+            told = torch.tensor([int(last)])
+            self._lasts = told, over.start_sum(told)
 
     def _check_frozen(self) -> None:
         """The parameters that a model has while it computes are not those that it has between steps."""
 
     def end_backward(self) -> None:
         self.sharded.end_backward()
+        if self._lasts is not None:
+            (told, pending), self._lasts = self._lasts, None
+            pending.wait()
+            if told.item() not in (0, self.sharded.collectives.world):
+                raise ConfigError(UNEQUAL)
 
     def start_sums(self) -> None:
         self.sharded.start_sums()

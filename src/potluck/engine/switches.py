@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -83,9 +83,8 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> Non
                 " two modules of one class. Switch it off, or arrange the model's layers so."
             )
         for block in blocks:
-            _replace_forward(
-                block, functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
-            )
+            again = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+            _replace_forward(block, again if config.compile else _checkpointed_forward(block))
     if config.precision in HALVES:
         _replace_forward(model, _autocast_forward(model.forward, device, config))
     if config.compile:
@@ -97,6 +96,35 @@ def switch_on(model: nn.Module, device: torch.device, config: StepConfig) -> Non
         for module in blocks or ([] if is_staged(model) else [model]):
             module.compile()
             AnyRows(module)
+
+
+def _checkpointed_forward(block: nn.Module) -> Callable[..., Any]:
+    """In the backward it is computed again with the same tensors, also those that functional_call put there for a
+    while. What is compiled has its tensors as inputs, and needs none of this."""
+    forward = block.forward
+    places = [(each._parameters, name) for each in block.modules() for name in each._parameters]
+
+    def run(held: list[Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        now = [parameters[name] for parameters, name in places]
+        if all(a is b for a, b in zip(now, held, strict=True)):
+            return forward(*args, **kwargs)
+        try:
+            _put(places, held)
+            return forward(*args, **kwargs)
+        finally:
+            _put(places, now)
+
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        held = [parameters[name] for parameters, name in places]
+        return torch.utils.checkpoint.checkpoint(run, held, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed
+
+
+def _put(places: list[tuple[dict[str, Any], str]], tensors: Sequence[Tensor | None]) -> None:
+    for (parameters, name), tensor in zip(places, tensors, strict=True):
+        parameters[name] = tensor
 
 
 def _autocast_forward(forward: Callable[..., Any], device: torch.device, config: StepConfig) -> Callable[..., Any]:
