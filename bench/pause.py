@@ -1,5 +1,6 @@
 """How long a kill -9 holds up those who go on: of a worker, beyond the work that has to be done again; of the server,
-from the new one's listening until the next step is committed.
+from the new one's listening until the next step is committed. And how long a pulled plug does, of which nothing tells:
+the worker is stopped, so that its connection is there and silent.
 
 A small model trains through the real engine and never stops. Whoever is killed is replaced, and killed again later.
 """
@@ -7,6 +8,7 @@ A small model trains through the real engine and never stops. Whoever is killed 
 import itertools
 import os
 import random
+import signal
 import tempfile
 import threading
 import time
@@ -24,6 +26,8 @@ FORKED = get_context("forkserver")  # a worker starts at once: torch is loaded a
 ROWS_PER_SLICE, SLICES = 2, 8
 DOWN_S = (0.0, 3.0)
 """Before the server is restarted; it takes another half second or so to start."""
+PATIENCE_S = 30.0
+"""As `potluck host` has it: how soon a silent worker is relieved depends on it."""
 STEADY = 6
 """Steps before and after a kill that tell how long one takes."""
 
@@ -37,6 +41,11 @@ def measure(quick: bool) -> Result:
         what = f"pause of {workers - 1} survivor{'s' * (workers > 2)} of a kill -9, beyond work done again"
         pauses.append(Comparison(what=what, unit="s", ours=found, bare=[], target=0.3))
         details[f"step_s_of_{workers}"] = step_s
+    for workers in (2, 3):
+        found, step_s = _kill(workers, max(1, kills // 4), Fleet.pull_plug)
+        what = f"pause of {workers - 1} survivor{'s' * (workers > 2)} of a pulled plug, {PATIENCE_S:g} s patience"
+        pauses.append(Comparison(what=what, unit="s", ours=found, bare=[], target=PATIENCE_S / 2))
+        details[f"step_s_of_{workers}_before_a_pulled_plug"] = step_s
     for down_s in DOWN_S:
         found, step_s = _kill(2, kills, lambda fleet, down_s=down_s: fleet.kill_host(down_s))
         what = f"from the listening of a server that was restarted after {down_s:g} s to the next step committed"
@@ -116,7 +125,7 @@ class Fleet:
         return learner
 
     def _start_host(self, at_least: int, port: int) -> Actor:
-        host = Actor(Host, self._folder, at_least, False, port)
+        host = Actor(Host, self._folder, at_least, False, port, PATIENCE_S)
         self._actors.append(host)
         return host
 
@@ -161,6 +170,22 @@ class Fleet:
         redone = f"{again:g} slices of {1e3 * per_slice:.0f} ms again"
         say(f"pause: a step of {1e3 * took:.0f} ms instead of {1e3 * step_s:.0f}, with {redone}")
         return took - step_s - max(0.0, again) * per_slice, step_s
+
+    def pull_plug(self) -> tuple[float, float]:
+        """The longest that a step took beyond what it takes, and that time."""
+        self.steps_together(STEADY)
+        time.sleep(PATIENCE_S / 2 + self._draw.uniform(0, 1))  # until the newest link has shown how late it is
+        step_s = _median_step(self.steps_together(STEADY))
+        victim = self.learners.pop()
+        assert victim.process.pid is not None
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        pulled_at = time.monotonic()
+        done = self.steps_since(pulled_at, STEADY)
+        took = max(b.at - max(a.at, pulled_at) for a, b in itertools.pairwise(done) if b.at > pulled_at)
+        victim.kill()
+        self.learners.append(self.add())
+        say(f"pause: a pulled plug: a step of {took:.2f} s instead of {step_s:.2f}")
+        return took - step_s, step_s
 
     def kill_host(self, down_s: float) -> tuple[float, float]:
         step_s = _median_step(self.steps_together(STEADY))

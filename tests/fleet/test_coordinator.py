@@ -41,7 +41,7 @@ from potluck.fleet.effects import (
     SendCheckpoint,
 )
 from potluck.fleet.file_stream import Parcels
-from potluck.fleet.membership import WorkerPhase
+from potluck.fleet.membership import Lateness, WorkerPhase
 from potluck.wire.messages import (
     OURS,
     PROTOCOL,
@@ -202,6 +202,33 @@ def test_what_a_silent_worker_was_doing_is_told(phase: str, step: int, doing: st
     assert "silence w1" in faults.fired
     (went,) = run.told(WorkerWent)
     assert went.name == "w1" and went.reason.endswith(f" s while {doing}")
+
+
+def test_others_do_the_work_of_one_whose_plug_is_pulled_as_soon_as_its_link_was_never_that_late() -> None:
+    """It has no chance to say so. The others need not wait for half of patience: its heart beat in time until then."""
+    faults = FaultScript().silence("w1", at_step=5, seconds=600)
+    run = Fleet(workers=3, faults=faults, slice_s=1.0)
+    run.run_until(lambda: bool(run.told(Stalled)), limit_s=60)
+    assert faults.fired == ["silence w1"]
+    (stall,) = run.told(Stalled)
+    assert stall.name == "w1" and "the others compute its part" in stall.then
+    assert PATIENCE_S / 10 < stall.seconds < PATIENCE_S / 4 and not run.told(WorkerWent)  # it may come back
+    run.finish()
+
+
+def test_a_link_that_is_late_at_times_gets_more_patience_and_a_new_one_all_of_it() -> None:
+    seen, patience_s = Lateness(), 30.0
+    assert seen.silence_limit_s(0.0, patience_s) == 15.0
+    for beat in range(40):
+        seen.note(float(beat), 1.0)
+        assert seen.silence_limit_s(float(beat), patience_s) == (15.0 if beat < 15 else 3.0)
+    seen.note(42.0, 3.0)
+    assert seen.silence_limit_s(42.0, patience_s) == 9.0
+    seen.note(50.0, 8.0)
+    assert seen.silence_limit_s(50.0, patience_s) == 15.0  # never more than before
+    assert seen.silence_limit_s(500.0, patience_s) == 15.0
+    seen.note(500.0, 1.0)
+    assert seen.silence_limit_s(850.0, patience_s) == 3.0  # and that is long ago
 
 
 def test_a_silent_worker_that_wakes_joins_again() -> None:

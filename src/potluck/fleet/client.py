@@ -20,6 +20,7 @@ from potluck.fleet.description import Description
 from potluck.fleet.host_connector import CONTROL_BYTES, HostConnector
 from potluck.fleet.invite import Invite
 from potluck.fleet.mean import CHUNK
+from potluck.fleet.membership import beat_s
 from potluck.fleet.outbox import Outbox
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.sealing import new_key
@@ -443,7 +444,7 @@ class Client:
 
     def _write(self, session: _Session) -> None:
         try:
-            session.out.run(self.patience_s / 4, lambda: session.lost is not None or session is not self._session)
+            session.out.run(beat_s(self.patience_s), lambda: session.lost is not None or session is not self._session)
         except OSError:
             with self._change:
                 session.is_broken = True

@@ -153,7 +153,7 @@ class Coordinator(CoordinatorState):
                 case LookOn():
                     return self._on_watch(peer, message)
             return self.refuse(peer, "unknown", "")
-        member.heard_at = now
+        member.hear(now)
         if member.plain:
             if isinstance(message, Heartbeat):
                 return [Send(peer, message)]
@@ -210,7 +210,7 @@ class Coordinator(CoordinatorState):
     def on_heard(self, now: float, peer: int) -> None:
         """Notes that the peer is alive: any byte counts."""
         if (member := self.membership.members.get(peer)) is not None:
-            member.heard_at = max(now, member.heard_at)
+            member.hear(now)
 
     def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
         """The connection is gone, no matter which side closed it."""

@@ -110,8 +110,9 @@ class CoordinatorState:
         return described.steps_at(*divmod(self.rows_limit, described.rows)) if described is not None else 0
 
     def is_silent(self, member: WorkerRecord) -> bool:
-        """Longer than two heartbeats: it may be gone, or asleep."""
-        return member.silent_s(self.clock) > self.patience_s / 2
+        """Longer than it has ever been: it may be gone, or asleep. A plain peer sends no heartbeats to tell that by."""
+        limit_s = self.patience_s / 2 if member.plain else member.lateness.silence_limit_s(self.clock, self.patience_s)
+        return member.silent_s(self.clock) > limit_s
 
     def skip_ahead(self) -> None:
         """The step that was being computed again counts as it is on record."""

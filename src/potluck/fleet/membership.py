@@ -26,6 +26,41 @@ class WorkerPhase(Enum):
     READY = auto()  # it holds the run's weights and takes part
 
 
+def beat_s(patience_s: float) -> float:
+    """How long a worker of ours sends nothing at most: then it sends a Heartbeat."""
+    return min(patience_s / 4, max(0.25, patience_s / 40))
+
+
+WATCHED = 10
+"""Times `patience` in which a link's lateness is remembered, at least."""
+LATE = 3
+"""Times the longest silence that a link has shown, after which a worker is taken for silent."""
+
+
+@dataclass
+class Lateness:
+    """The longest silences on a worker's link while it took part: how late this link ever is, of late."""
+
+    since: float | None = None
+    began: float = 0.0
+    longest_s: float = 0.0
+    before_s: float = 0.0
+
+    def note(self, now: float, silence_s: float) -> None:
+        if self.since is None:
+            self.since = self.began = now
+        self.longest_s = max(self.longest_s, silence_s)
+
+    def silence_limit_s(self, now: float, patience_s: float) -> float:
+        """Half of `patience`; less where the link was watched for that long and was never nearly as late."""
+        most_s = patience_s / 2
+        if self.since is None or now - self.since < most_s:
+            return most_s
+        if now - self.began > WATCHED * patience_s:
+            self.began, self.before_s, self.longest_s = now, self.longest_s, 0.0
+        return min(most_s, max(patience_s / 10, LATE * max(self.longest_s, self.before_s)))
+
+
 @dataclass
 class WorkerRecord:
     """One worker, as the coordinator knows it. Its id is never used again."""
@@ -84,6 +119,7 @@ class WorkerRecord:
     shut_at: float | None = None
     """When it was told that the run is over for it."""
     warned_at: float = 0.0
+    lateness: Lateness = field(default_factory=Lateness)
 
     @property
     def is_ready(self) -> bool:
@@ -98,6 +134,12 @@ class WorkerRecord:
     def is_computing(self) -> bool:
         """Of what it was given, something is not reported yet."""
         return not all(self.reported.issuperset(range(*node)) for node in self.nodes)
+
+    def hear(self, at: float) -> None:
+        """Something of it was heard, if only a heartbeat."""
+        if self.is_ready:  # before that it builds its model, and may beat late
+            self.lateness.note(at, at - self.heard_at)
+        self.heard_at = max(at, self.heard_at)
 
     def silent_s(self, now: float) -> float:
         """The published worker sends no heartbeats: its silence counts only while it owes something."""

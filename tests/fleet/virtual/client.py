@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from potluck.fleet.file_stream import Parcels
+from potluck.fleet.membership import beat_s
 from potluck.wire.messages import (
     PROTOCOL,
     TOO_SOON,
@@ -87,7 +88,7 @@ class Client(Process):
             return
         if not self.clock.is_stopped:
             line.send(Heartbeat(self.name, self.clock.wall_ms))
-        self.fleet.clock.after(self.fleet.patience_s / 4, lambda: self._beat(line))
+        self.fleet.clock.after(beat_s(self.fleet.patience_s), lambda: self._beat(line))
 
     # Averages
 
