@@ -68,12 +68,17 @@ class Done:
 class Learner:
     """Trains in a thread of its own until it is killed."""
 
-    def __init__(self, invite: str, name: str) -> None:
+    def __init__(self, invite: str, name: str, is_far: bool) -> None:
+        """`is_far`: it talks as from another machine, over TCP alone: a plug is between machines."""
         import torch
 
         from potluck.environment import QUIET
         from potluck.fleet.invite import INVITE
 
+        if is_far:
+            from potluck.fleet import host_connector
+
+            host_connector.connect_local = lambda port: None
         os.environ |= {INVITE: invite, QUIET: "1", "POTLUCK_NAME": name}
         torch.set_num_threads(1)
         self.done: list[Done] = []
@@ -110,8 +115,8 @@ class Learner:
 class Fleet:
     """A host, its learners, and the next one in line."""
 
-    def __init__(self, actors: list[Actor], folder: str, workers: int) -> None:
-        self._actors = actors
+    def __init__(self, actors: list[Actor], folder: str, workers: int, is_far: bool) -> None:
+        self._actors, self._is_far = actors, is_far
         self._folder = folder
         self._names = itertools.count()
         self._draw = random.Random(0)
@@ -120,7 +125,7 @@ class Fleet:
         self.learners = [self.add() for _ in range(workers)]
 
     def add(self) -> Actor:
-        learner = Actor(Learner, self.invite, f"learner {next(self._names)}", context=FORKED)
+        learner = Actor(Learner, self.invite, f"learner {next(self._names)}", self._is_far, context=FORKED)
         self._actors.append(learner)
         return learner
 
@@ -144,7 +149,7 @@ class Fleet:
         return self._await(lambda done: done if sum(d.at > at for d in done) >= count else None)
 
     def _await(self, choose: Callable[[list[Done]], list[Done] | None]) -> list[Done]:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while (found := choose(self.learners[0].call("steps"))) is None:
             if time.monotonic() > deadline:
                 raise SystemExit(f"pause: the steps did not come: {self.host.call('counts')}")
@@ -206,6 +211,6 @@ def _median_step(done: list[Done]) -> float:
 def _kill(workers: int, kills: int, kill: Callable[[Fleet], tuple[float, float]]) -> tuple[list[float], float]:
     """The pauses, and how long a step takes."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, on_stage() as actors:
-        fleet = Fleet(actors, folder, workers)
+        fleet = Fleet(actors, folder, workers, kill is Fleet.pull_plug)
         found = [kill(fleet) for _ in range(kills)]
     return [pause for pause, _ in found], median(step_s for _, step_s in found)
