@@ -26,7 +26,7 @@ from potluck.errors import ConfigError, JournalError, PotluckError
 from potluck.fleet.coordinator_state import Resumed, RunPosition
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
-from potluck.fleet.journal_snapshot import Snapshot
+from potluck.fleet.journal_snapshot import JournalSnapshot
 from potluck.fleet.ledger import Ledger, Range
 from potluck.fleet.phases import enter_phase
 
@@ -339,8 +339,8 @@ class Journal:
         return Description.from_json(text) if text else None
 
     @property
-    def snapshot(self) -> Snapshot:
-        return Snapshot.from_json(self.fact(SNAPSHOT))
+    def snapshot(self) -> JournalSnapshot:
+        return JournalSnapshot.from_json(self.fact(SNAPSHOT))
 
     def standing(self, step: int | None = None) -> RunPosition | None:
         """Where the run stood after a step, or stands now; none if that step is not on record."""

@@ -1,4 +1,4 @@
-"""Snapshot: the steps of a run that its journal no longer holds one by one, added up. Pure.
+"""JournalSnapshot: the steps of a run that its journal no longer holds one by one, added up. Pure.
 
 A host reads and checks all of its journal before it answers anybody, so the journal must not grow with the run.
 """
@@ -12,7 +12,7 @@ from potluck.fleet.ledger import Ledger, Range
 
 
 @dataclass(kw_only=True)
-class Snapshot:
+class JournalSnapshot:
     """Where the run stood after `step`, and what was trained until then."""
 
     step: int = 0
@@ -31,7 +31,7 @@ class Snapshot:
         return json.dumps(vars(self))
 
     @classmethod
-    def from_json(cls, text: str | None) -> "Snapshot":
+    def from_json(cls, text: str | None) -> "JournalSnapshot":
         if text is None:
             return cls()
         found = json.loads(text)
@@ -55,9 +55,9 @@ class Snapshot:
     def _is_whole(self, epoch: int) -> bool:
         return any(start <= epoch < end for start, end in self.whole)
 
-    def back_to(self, kept: RunPosition) -> "Snapshot":
+    def back_to(self, kept: RunPosition) -> "JournalSnapshot":
         """The snapshot of a checkpoint that is older than this one."""
-        return Snapshot(
+        return JournalSnapshot(
             step=kept.step,
             epoch=kept.epoch,
             row=kept.row,
