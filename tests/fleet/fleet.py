@@ -33,6 +33,7 @@ from potluck.fleet.membership import WorkerPhase
 from potluck.fleet.server import Server
 from potluck.link.link import loss_of_peer
 from potluck.save.checkpoint_receiver import CheckpointReceiver
+from potluck.save.parts import whole_tensors
 from potluck.sharding.strategy import HybridShard
 from tests.gathered import gathered
 from tests.odd import Odd
@@ -195,16 +196,18 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
 
 def whole_state(model: nn.Module, sharded: Any) -> dict[str, torch.Tensor]:
     """Also where it is split over ranks: then all of those call this."""
-    found = {name: gathered(tensor) for name, tensor in model.state_dict().items()}
-    for name in sharded.split if sharded is not None else ():
-        whole = torch.zeros(found[name].numel(), dtype=sharded.split[name].dtype)
+    if sharded is None:
+        return {name: gathered(tensor) for name, tensor in model.state_dict().items()}
+    found = {name: tensor.detach().cpu().clone() for name, tensor in whole_tensors(sharded).items()}
+    for name, spec in sharded.split.items():
+        whole = torch.zeros(spec.shape, dtype=spec.dtype).view(-1)
         for run in (*sharded.runs, *sharded.rest):
             span = run.span
             if span.name == name:
                 whole[span.start : span.end] = run.parameter.detach().reshape(-1)
         dist.all_reduce(whole)
-        found[name] = whole.view(found[name].shape)
-    return found
+        found[name] = whole.view(spec.shape)
+    return found | {name: found[first] for name, first in sharded.tied().items()}
 
 
 def die(place: Path, what: str) -> None:
