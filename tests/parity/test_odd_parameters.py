@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import FullShard, HybridShard, ShardGradOp, Sync
-from potluck.errors import ConfigError
+from potluck.errors import CheckpointError, ConfigError
+from potluck.save.state import flatten
 from tests.ranks import run_ranks
 
 STRATEGIES: dict[str, tuple[int, Any]] = {
@@ -309,3 +310,19 @@ def test_what_functional_call_puts_there_is_there_when_a_block_is_computed_again
     train(fleet, model, mean_square)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
+
+
+def test_a_part_of_a_split_tensor_in_a_loops_own_state_is_a_sentence() -> None:
+    (said,) = run_ranks(1, kept_part)
+    assert said.startswith("fleet.state/average is a part of a tensor that is split over ranks. Keep whole tensors")
+
+
+def kept_part() -> str:
+    model = usual()
+    with potluck.init(strategy=FullShard()) as fleet:
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            flatten(model.inp.weight.detach().clone(), "fleet.state/average", None, "")
+        except CheckpointError as refusal:
+            return str(refusal)
+    return "nothing"

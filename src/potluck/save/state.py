@@ -200,6 +200,11 @@ def to_host(tensor: Tensor) -> Tensor:
 def flatten(value: Any, key: str, tensors: dict[str, Tensor] | None, whose: str = "The optimizer's ") -> Any:
     """JSON in which each tensor is replaced by its key in `tensors`; none: only to see whether it can be."""
     match value:
+        case Tensor() if hasattr(value, "device_mesh"):  # a DTensor, whose other parts lie with other ranks
+            raise CheckpointError(
+                f"{whose}{key} is a part of a tensor that is split over ranks. Keep whole tensors there, such as those"
+                " that fleet.state_dict() gives on rank 0."
+            )
         case Tensor() if is_traceable_wrapper_subclass(value):
             parts = {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
             return {"coded": {name: flatten(part, f"{key}/{name}", tensors, whose) for name, part in parts.items()}}
