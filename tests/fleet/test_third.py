@@ -52,7 +52,7 @@ def check(fleet: Fleet, worker: ThirdWorker | ThirdPeer) -> None:
 def check_committed(told: list[dict[str, Any]]) -> None:
     """Of each step, as docs/protocol.md says."""
     of_worker, of_epoch = ([row[0] for row in table(key, "meaning")] for key in ("key", "key of an epoch"))
-    assert all([*step] == ["workers", "epoch", "seconds"] for step in told)
+    assert all([*step] == ["workers", "epoch", "seconds", "ranks"] for step in told)
     assert all([*row] == of_worker for step in told for row in step["workers"])
     assert all(step["epoch"] is None or [*step["epoch"]] == of_epoch for step in told)
     assert told[-1]["epoch"]["epoch"] == EPOCHS - 1 and told[-1]["epoch"]["used"] == ROWS
