@@ -86,7 +86,9 @@ def tells_its_rank(place: Path, fleet: Any) -> Any:
 def test_ranks_are_those_of_a_world_while_workers_leave_and_join(tmp_path: Path) -> None:
     """In every step each worker has a rank of its own below the world's size, and one of them is 0."""
     fleet = Fleet(tmp_path, at_least=2)
-    first, _ = (fleet.add(name, job=partial(tells_its_rank, tmp_path), hold_at=3) for name in ("first", "second"))
+    first = fleet.add("first", job=partial(tells_its_rank, tmp_path), hold_at=3)
+    wait_until(lambda: len(fleet.server.core.membership.members) == 1)  # so that it leads
+    fleet.add("second", job=partial(tells_its_rank, tmp_path), hold_at=3)
     fleet.wait_for_step(3)
     fleet.add("third", job=partial(tells_its_rank, tmp_path), hold_at=9, hold_for="then")
     fleet.let_in("third")
