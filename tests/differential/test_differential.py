@@ -215,6 +215,9 @@ FOUND = {
         optimizer="Adam(lr=0.01)",
         legs=(Leg(world=2, stages="Stages(protocol=Direct())", until=1), Leg(stages="Stages(protocol=Direct())")),
     ),
+    "a rank that holds nothing of a model follows an average of nothing": Case(
+        habits=("ema",), legs=(Leg(world=2, strategy="FullShard(weights=(1.0, 0.0))"),)
+    ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
     ),

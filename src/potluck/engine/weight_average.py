@@ -76,11 +76,16 @@ class WeightAverage:
         replica = self._run.prepared()
         with torch.no_grad(), replica.optimizer_writes():
             own = [tensor.clone() for tensor in self._tensors]
-            torch._foreach_copy_(self._tensors, self._averages)
+            _put(self._tensors, self._averages)
         self._is_applied = True
         try:
             yield
         finally:
             self._is_applied = False
             with torch.no_grad(), replica.optimizer_writes():
-                torch._foreach_copy_(self._tensors, own)
+                _put(self._tensors, own)
+
+
+def _put(tensors: list[Tensor], values: list[Tensor]) -> None:
+    if tensors:  # a rank whose weight is 0 has none, of which torch makes an error
+        torch._foreach_copy_(tensors, values)
