@@ -2,7 +2,8 @@
 
 
 class Refused(Exception):
-    """A rank ended with a sentence of potluck's. Before the first step it is a refusal; later it is a fault."""
+    """A rank ended with a sentence of potluck's. Before the first step it is a refusal; later it is a fault, unless it
+    is of what nobody can know before: how a loop cuts its last batch."""
 
 
 class Failed(Exception):

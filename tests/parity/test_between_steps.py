@@ -4,6 +4,7 @@ import copy
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +220,45 @@ def test_a_loop_reads_and_writes_weights_between_steps(form: str) -> None:
 @pytest.mark.parametrize("strategy", [NoShard(), ShardGradOp()], ids=["whole", "split"])
 def test_what_a_loop_writes_counts_where_the_optimizer_is_in_host_memory(strategy: Any) -> None:
     check(["clamp data", "rebound"], strategy, offload=True)
+
+
+def clamped(folder: str, kind: str) -> dict[str, dict[str, Tensor]]:
+    """After the last step a loop writes into the weights, and whoever reads them then reads that."""
+    torch.manual_seed(0)
+    model = plain_net().double()
+    free = kind == "schedulefree"
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if free:
+        import schedulefree
+
+        optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.05)
+        optimizer.train()
+    with potluck.init(strategy=ShardGradOp(), step=StepConfig(offload_optimizer=True), patience_s=60) as fleet:
+        model, _, loader = fleet.prepare(model, optimizer, rows(), batch_size=BATCH)
+        for _ in fleet.epochs(1):
+            for x, y in loader:
+                fleet.backward((model(x) - y).square().mean(), samples=len(x))
+                fleet.step()
+        ClampData(model).after(model)
+        if free:  # which puts a mean of them into their place, and then themselves again
+            fleet.evaluate(lambda m, batch: (m(batch[0]) - batch[1]).square().mean(), rows(), BATCH)
+        found = {"as they are": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+        if not free:  # of which it tells the mean
+            found["told"] = fleet.state_dict()
+        fleet.save(folder)
+        fleet.wait_for_saves()
+        ClampInPlace(model).after(model)  # which what is loaded takes the place of
+        fleet.load(folder)
+        found["loaded"] = dict(model.state_dict())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["torch", "schedulefree"])
+def test_what_a_loop_writes_after_the_last_step_is_saved(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip(kind)
+    for found in run_ranks(2, clamped, str(tmp_path), kind):
+        as_they_are = found.pop("as they are")
+        assert max(tensor.abs().max() for tensor in as_they_are.values()) == 0.2
+        for how, told in found.items():
+            if told:  # fleet.state_dict() has the weights on one rank
+                torch.testing.assert_close({how: told}, {how: as_they_are}, atol=0, rtol=0)

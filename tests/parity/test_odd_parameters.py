@@ -260,7 +260,9 @@ def unequal(strategy: Any) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("strategy", [FullShard(), FullShard(weights=(1.0, 2.0)), ShardGradOp()])
+@pytest.mark.parametrize(
+    "strategy", [FullShard(), FullShard(weights=(1.0, 2.0)), ShardGradOp(), ShardGradOp(weights=(1.0, 2.0))]
+)
 def test_another_number_of_backwards_on_one_rank_is_a_sentence(strategy: Any) -> None:
     for said in run_ranks(2, unequal, strategy):
         assert said.startswith("Some workers called backward() with last=False where others")

@@ -293,6 +293,10 @@ class Replica:
             if self.is_base(name)
         }
 
+    def before_parts_are_used(self) -> None:
+        """Call it before reading or changing what is held, where a loop may have written into parameters since the last
+        step."""
+
     def on_parts_written(self) -> None:
         """Call it after writing into what is held."""
 

@@ -119,6 +119,7 @@ class ShardedReplica(Replica):
 
     def held(self) -> dict[str, list[FlatRun]]:
         sharded = self.sharded
+        sharded.take_in()
         found: dict[str, list[FlatRun]] = {}
         for run in (*sharded.runs, *sharded.rest):
             found.setdefault(run.span.name, []).append(run)
@@ -159,11 +160,15 @@ class ShardedReplica(Replica):
         self.link.start_sum(told).wait()
         return torch.cat([told, *(digest_sums(buffer).cpu() for buffer in buffers)])
 
+    def before_parts_are_used(self) -> None:
+        self.sharded.take_in()
+
     def on_parts_written(self) -> None:
         self.sharded.share()
 
     @contextmanager
     def optimizer_writes(self) -> Iterator[None]:
+        self.before_parts_are_used()
         yield
         self.on_parts_written()
 
@@ -263,6 +268,7 @@ class ShardedReplica(Replica):
         if not hasattr(self, "sharded"):
             super().align(with_base=with_base)
         elif self._across.world > 1:
+            self.before_parts_are_used()
             for tensor in [*(run.parameter.data for run in self.owned()), *self._buffers.now()]:
                 self._across.broadcast(tensor)
             self.on_parts_written()
@@ -270,6 +276,7 @@ class ShardedReplica(Replica):
     def fingerprint(self) -> str:
         """Of all ranks' parts together: equal exactly when whole replicas are."""
         digest = hashlib.sha256()
+        self.before_parts_are_used()
         for run in self.sharded.runs:
             digest.update(buffer(run.parameter.cpu()))
         told = self.within.gather_bytes(digest.digest())

@@ -99,6 +99,7 @@ class WindowDelta:
         `again`: of a window of which one part has left already, so it begins from what all agreed on. What the next
         window has changed by now is set aside until apply().
         """
+        self._replica.before_parts_are_used()
         if again:
             self._set_aside()
         if self.is_agreed:
@@ -129,6 +130,7 @@ class WindowDelta:
         `exactly`: with overlap over a link, nothing is done until apply(), so that all replicas are equal then.
         """
         self._weight, self._is_exact, self.is_open, self.is_pending = weight, exactly, False, True
+        self._replica.before_parts_are_used()
         self._mean.clear()
         for index, flat in enumerate(self._flats):
             with self._mean.beside():
@@ -161,6 +163,7 @@ class WindowDelta:
     def apply(self) -> None:
         """Merges the mean."""
         drift = Drift()
+        self._replica.before_parts_are_used()
         if self._mean.of_changes:
             self._set_aside()
         for flat, mean in zip(self._flats, self._mean.arriving(self._flats), strict=True):
@@ -287,6 +290,7 @@ class WindowDelta:
         if self.is_agreed:
             yield
             return
+        self._replica.before_parts_are_used()
         tensors = [*self._buffers.now(), *(tensor for flat in self._flats for tensor in flat.tensors)]
         own, forgotten, is_open = [tensor.clone() for tensor in tensors], self._forgotten, self.is_open
         with torch.no_grad():

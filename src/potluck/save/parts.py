@@ -47,6 +47,7 @@ class Pieces:
 def model_part(sharded: Sharded, *, copies: bool = True, without: Container[str] = ()) -> Pieces:
     """`without`: entries of the model's state_dict that are left out."""
     pieces = Pieces(copies=copies)
+    sharded.take_in()
     for run in (*sharded.runs, *sharded.rest):
         if run.span.name in without:
             continue
@@ -142,6 +143,7 @@ def load_part(
 @torch.no_grad()
 def load_model_part(sharded: Sharded, source: Ranges, without: Container[str] = ()) -> None:
     """Straight into the model's own memory. Where parameters are kept whole, the others' parts are still old."""
+    sharded.take_in()  # of what is not loaded
     for run in (*sharded.runs, *sharded.mirrors, *sharded.rest):
         own, span = run.parameter.detach(), run.span
         if span.name not in without and own.is_contiguous():

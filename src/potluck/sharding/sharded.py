@@ -183,6 +183,10 @@ class Sharded:
         """The next step begins."""
         raise NotImplementedError
 
+    def take_in(self) -> None:
+        """Before this rank's runs are read or written, other than by step(): what a loop has written into the model's
+        parameters is in them."""
+
     def share(self) -> None:
         """After step(), or when this rank's runs were written: sends new parameters to where they are kept whole, and
         returns when they are there."""

@@ -222,10 +222,10 @@ class ShardedOptimizer(Sharded):
         """Steps this rank's range, on its gradient times `scale`. The others do not see it before the broadcast."""
         self._check_fresh()
         self.finish()
+        self.take_in()
         with scaling(self.optimizer, self.gradients(), scale):
             for flat in self.flats:
-                if flat.host is not None and flat.host_gradient is not None:
-                    flat.host.copy_(flat.own)  # what a loop has written into the parameters since the last step counts
+                if flat.host_gradient is not None:
                     flat.host_gradient.copy_(flat.gradient)
             self._step_used()
         self._forget()
@@ -240,6 +240,12 @@ class ShardedOptimizer(Sharded):
         self._arrived.clear()
         self._idle = frozenset()
         self._is_summed = False
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        for flat in self.flats:
+            if flat.host is not None and not self._is_stale:
+                flat.host.copy_(flat.own)
 
     @torch.no_grad()
     def broadcast_updated_params(self) -> None:
