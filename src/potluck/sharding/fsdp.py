@@ -23,12 +23,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from potluck.coded_numbers import Coding
+from potluck.errors import ConfigError
 from potluck.sharding.absent import SplitPlace, name_of, refuse_replacements
 from potluck.sharding.blocks import untied
 from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
 from potluck.sharding.passes import Lasts, Passes
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes, stays_whole
+from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes, sparse_gradient, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.split_parameter import mark_split, refuse_copy
 from potluck.sharding.whole_steps import check_can_split
@@ -267,6 +268,14 @@ def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
     return None if whole is None else whole.grad
 
 
+def _sum_dense(group: FSDPParamGroup, sum_: Callable[..., None], *unused: Any) -> None:
+    """A function may have made a gradient sparse, which no check of the model's layers sees before."""
+    for each in group.fsdp_params:
+        if (gradient := _gradient(each)) is not None and gradient.is_sparse:
+            raise ConfigError(sparse_gradient(name_of(each.sharded_param)))
+    sum_(*unused)
+
+
 def _release(group: FSDPParamGroup) -> None:
     group.wait_for_unshard()
     if group.is_unsharded:
@@ -364,6 +373,8 @@ class FullySharded(Sharded):
             for parameter in whole:  # the optimizer still has it: else all of the model would be on the device at once
                 parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for group in (group for module in self._modules for group in _groups(module)):
+            group.post_backward = partial(_sum_dense, group, group.post_backward)  # type: ignore[method-assign]
         if self._lent is not None:
             for module in self._modules:
                 lend(module, self._lent)
