@@ -20,7 +20,8 @@ from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, Net, as
 
 pytestmark = pytest.mark.timeout(90)
 UNIT = 2.0**-5
-"""Losses are weighted by their rows, in this unit, before their backwards: in bf16 that rounds otherwise."""
+"""In steps together, losses are weighted by their rows, in this unit, before their backwards: in bf16 that rounds
+otherwise."""
 CADENCE = potluck.Cadence.published(anchor=1, max_anchor=2)
 
 
@@ -109,8 +110,7 @@ def judged_windows(fleet: Fleet) -> dict[str, Tensor]:
             if worker in kept:
                 own.load_state_dict(kept[worker])
             for rows in torch.tensor_split(order[first:last], -(-(last - first) // size)):
-                weight = len(rows) * UNIT
-                judge.take({name: g / weight for name, g in judge.gradients(rows, weight).items()}, own)
+                judge.take(judge.gradients(rows, 1.0), own)  # a step of its own: nobody else's gradient is added
             kept[worker] = own.state_dict()
             for name, master in judge.masters.items():
                 mean[name] += master.detach() * ((last - first) / record.rows)

@@ -147,10 +147,9 @@ def plain(
             terms = []
             for part in rows.split(12 // world):
                 optimizer.zero_grad()
-                (F.mse_loss(model(x[part]), y[part]) * (len(part) * 2.0**-4)).backward()
+                (F.mse_loss(model(x[part]), y[part]) * (len(part) / 12)).backward()
                 terms.append(torch.cat([p.grad.reshape(-1) for p in order]))  # type: ignore[union-attr]
-            total = arrives(terms) * (1 / (12 * 2.0**-4))
-            for parameter, grad in zip(order, total.split([p.numel() for p in order]), strict=True):
+            for parameter, grad in zip(order, arrives(terms).split([p.numel() for p in order]), strict=True):
                 parameter.grad = grad.view_as(parameter)
             optimizer.step()
     return flat(model)
