@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import potluck
@@ -23,8 +22,9 @@ from potluck.engine.weight_average import WeightAverage
 from potluck.errors import PotluckError
 from potluck.events import Decided, EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder
-from potluck.save.export import write_plain
+from potluck.save.export import MODEL
 from potluck.sharding.passes import UNEQUAL
+from potluck.sharding.ranges import Ranges
 from tests.differential.cases import Case, Leg
 from tests.differential.data import given_data
 from tests.differential.habits import KEPT, Loop, other_model, whole
@@ -53,9 +53,10 @@ def run_case(case: Case, timeout_s: float = TIMEOUT_S) -> tuple[list[list[Told]]
                 leg.world, train, case, number, folder, timeout_s=_patience(leg, timeout_s), grace_s=GRACE_S
             )
             told.append(_results(outcomes, number))
-        plain = Path(folder) / "plain.safetensors"
-        write_plain(checkpoint_folder.found(Path(folder) / "saved")[0], plain)
-        return told, load_file(plain)
+        newest = checkpoint_folder.found(Path(folder) / "saved")[0]
+        with Ranges(checkpoint_folder.files_of(newest, checkpoint_folder.check(newest), MODEL)) as saved:
+            saved.check_whole(str(newest))
+            return told, {name: saved[name] for name in saved.tensors}
 
 
 @functools.cache

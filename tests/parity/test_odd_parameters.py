@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import potluck
 from potluck import FullShard, HybridShard, ShardGradOp, Sync
 from potluck.errors import CheckpointError, ConfigError
+from potluck.save import checkpoint_folder
+from potluck.save.export import write_plain
 from potluck.save.state import flatten
 from tests.ranks import run_ranks
 
@@ -204,6 +206,68 @@ def test_uses_outside_of_a_forward_are_right_or_a_sentence_and_whole_weights_are
         torch.testing.assert_close(found[0]["state"][name], expected, rtol=1e-9, atol=1e-9)
 
 
+def with_its_weights(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return mean_square(model, x, y) + 0.1 * model.out.weight.square().sum() + 0.1 * model.inp.bias.exp().sum()
+
+
+def looked_at(build: Callable[[], Net], strategy: Any) -> Any:
+    """Its weights after training with such a loss, and what evaluate() gives then."""
+    model: nn.Module = build()
+    with potluck.init(strategy=strategy, policy=Sync(balance=False)) as fleet:
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        train(fleet, model, with_its_weights)
+        with torch.no_grad():
+            model(rows()[0][:4])
+        data = torch.utils.data.TensorDataset(*rows())
+        found = fleet.evaluate(lambda model, batch: with_its_weights(model, *batch), data, batch_size=8)
+        return fleet.state_dict(), found
+
+
+@pytest.mark.parametrize("build", [usual, odd])
+@pytest.mark.parametrize("kind", ["weights", "full"])
+def test_a_loss_with_weights_of_no_block_is_trained_and_evaluated_as_in_one_process(
+    kind: str, build: Callable[[], Net]
+) -> None:
+    state, found = run_ranks(2, looked_at, build, STRATEGIES[kind][1])[0]
+    model = build()
+    for name, expected in plain(model, with_its_weights).items():
+        torch.testing.assert_close(state[name], expected, rtol=1e-6, atol=1e-9)
+    assert found == pytest.approx(with_its_weights(model, *rows()).item(), rel=1e-6)
+
+
+def written(strategy: Any, by_data: bool) -> str:
+    model = usual()
+    with potluck.init(strategy=strategy, policy=Sync(balance=False)) as fleet:
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = rows()
+        loss = mean_square(model, x, y)
+        (model.out.bias.data if by_data else model.out.bias).detach().clamp_(-0.1, 0.1)
+        with pytest.raises(ConfigError) as refusal:
+            fleet.backward(loss, samples=len(x))
+        return str(refusal.value)
+
+
+@pytest.mark.parametrize("by_data", [True, False])
+@pytest.mark.parametrize("kind", ["weights", "full"])
+def test_a_write_between_a_forward_and_its_backward_is_a_sentence(kind: str, by_data: bool) -> None:
+    for said in run_ranks(2, written, STRATEGIES[kind][1], by_data):
+        assert said.startswith("out.bias was written after a forward, before its backward.")
+
+
+def zeroed() -> dict[str, Tensor]:
+    model = usual()
+    with potluck.init(strategy=FullShard(), policy=Sync(balance=False)) as fleet:
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with torch.no_grad():
+            model(rows()[0])
+        nn.init.zeros_(model.out.weight)
+        return fleet.state_dict()
+
+
+def test_a_write_after_a_forward_without_a_backward_is_kept() -> None:
+    assert not run_ranks(2, zeroed)[0]["out.weight"].any()
+
+
 # Blocks and losses out of the ordinary
 
 
@@ -289,6 +353,11 @@ def test_parameters_of_every_kind_are_saved(world: int, strategy: Any, tmp_path:
     assert saved.keys() == loaded.keys()
     for name, tensor in saved.items():
         assert torch.equal(loaded[name], tensor), name
+    with pytest.raises(
+        CheckpointError, match=r"blocks\.4\.odd is complex128, which safetensors files for other programs"
+    ):
+        write_plain(checkpoint_folder.found(tmp_path)[0], tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 class Called(nn.Module):

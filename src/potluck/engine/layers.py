@@ -21,7 +21,7 @@ from potluck.engine.run_state import RunState
 from potluck.events import WorkerStep
 from potluck.link.grid import Nodes, make_nodes
 from potluck.link.link import Alone, Link
-from potluck.sharding.blocks import find_blocks
+from potluck.sharding.blocks import find_blocks, fits_fully_shard
 
 if TYPE_CHECKING:
     from potluck.engine.rounds import Rounds
@@ -140,7 +140,6 @@ def make_replica(run: RunState, layers: Layers, nodes: Nodes | None, model: nn.M
     if split is None:
         return Replica(*arguments, within=within, form=form, turns=run.turns, base=run.base)
     from potluck.engine.sharded import ShardedReplica
-    from potluck.sharding.fsdp import fits_fully_shard
 
     # All decide alike: stages that have a weight in common must cut it in the same way.
     told = run.link.gather_bytes(b"" if fits_fully_shard(model, find_blocks(model)) else b"does not")

@@ -163,6 +163,10 @@ class ShardedReplica(Replica):
     def before_parts_are_used(self) -> None:
         self.sharded.take_in()
 
+    def loss(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+        with self.sharded.in_loss():
+            return super().loss(loss_of, batch)
+
     def on_parts_written(self) -> None:
         self.sharded.share()
 

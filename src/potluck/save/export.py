@@ -70,13 +70,21 @@ def _write_model(
             raise ConfigError(f"{path} has no average of its weights: train with fit.ema, or export without --ema.")
         sources |= {name: (beside, kept) for name, kept in averaged.items()}
         sources = {rename(name): source for name, source in sources.items()}
-        header = make_header({name: _form(*source) for name, source in sources.items()})
+        header = make_header({name: _readable_form(*source) for name, source in sources.items()})
         _write(sources, header, out, begin("Writing", header.total_bytes))
         return len(header.order), sum(stored.size for stored in store.tensors.values())
 
 
-def _form(store: TensorFiles, name: str) -> tuple[str, tuple[int, ...]]:
-    return store.tensors[name].dtype, store.tensors[name].shape
+def _readable_form(store: TensorFiles, name: str) -> tuple[str, tuple[int, ...]]:
+    """Its type and shape, if the safetensors library can read them."""
+    dtype, shape = store.tensors[name].dtype, store.tensors[name].shape
+    if dtype == "C128":
+        raise CheckpointError(
+            f"{name} is complex128, which safetensors files for other programs cannot hold. Checkpoints can: load one"
+            " with fleet.load() and take what fleet.state_dict() gives. To export it, train it in complex64, or as the"
+            " real tensor that torch.view_as_real() gives."
+        )
+    return dtype, shape
 
 
 def _check_place(out: Path) -> None:

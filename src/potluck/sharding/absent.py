@@ -4,7 +4,7 @@ Shapes, types and gradients can be asked for. Whatever would read or write numbe
 refused with a sentence that names the parameter and what to do instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -62,6 +62,18 @@ class AbsentParameter(nn.Parameter):
         return f"Parameter {name_of(self)}, split over ranks, {tuple(self.shape)}"
 
 
+class WatchedParameter(nn.Parameter):
+    """The class of one that is whole from a forward to its backward: its version counts writes to `.data` too."""
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        refuse_write(self)
+
+
 @dataclass(frozen=True, slots=True)
 class SplitPlace:
     """Where a module has a split parameter, and what we put there."""
@@ -113,6 +125,30 @@ def refuse_hook(parameter: Tensor) -> NoReturn:
     raise ConfigError(
         f"A hook was registered on {name_of(parameter)} after prepare(), which has split it over ranks: it would not be"
         " called. Register hooks on parameters before prepare()."
+    )
+
+
+def watch(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = WatchedParameter
+
+
+def check_unwritten(parameters: Iterable[tuple[Tensor, int]]) -> None:
+    """Of parameters that are whole for a while: their versions are still these. Ends the watch."""
+    for parameter, version in parameters:
+        if type(parameter) is WatchedParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        if parameter._version != version:
+            refuse_write(parameter)
+
+
+def refuse_write(parameter: Tensor) -> NoReturn:
+    raise ConfigError(
+        f"{name_of(parameter)} was written after a forward, before its backward. It is split over ranks, and whole for"
+        " that time alone, so that the write would be lost. Write weights before prepare(), or call"
+        " model.load_state_dict() with whole weights on every worker between steps; or use ShardGradOp or NoShard,"
+        " which keep parameters whole."
     )
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
+
+from potluck.sharding.runs import stays_whole
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -48,3 +50,24 @@ def untied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
         if tied <= {None}:
             return units
         units = [unit for unit in units if unit not in tied]
+
+
+def fits_fully_shard(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Whether fully_shard trains all parameters of a model right. It replaces them, and so drops their hooks; cuts them
+    along their first dimension; and sums those of a unit as one, which must be of one type and lie row by row."""
+    trained = [each for each in model.parameters() if not stays_whole(each)]
+    if any(
+        not each.dim() or not each.is_contiguous() or each.is_complex() or has_hooks(each) for each in trained
+    ):  # fmt: skip
+        return False
+    units = untied(model, blocks)
+    inside = {id(each) for unit in units for each in unit.parameters()}
+    root = [each for each in trained if id(each) not in inside]
+    return all(
+        len({each.dtype for each in unit if each.requires_grad and not stays_whole(each)}) <= 1
+        for unit in (root, *(list(unit.parameters()) for unit in units))
+    )
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

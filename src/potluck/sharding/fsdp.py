@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from potluck.coded_numbers import Coding
 from potluck.errors import ConfigError
-from potluck.sharding.absent import SplitPlace, name_of, refuse_replacements
+from potluck.sharding.absent import SplitPlace, check_unwritten, name_of, name_parameter, refuse_replacements, watch
 from potluck.sharding.blocks import untied
 from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
 from potluck.sharding.passes import Lasts, Passes
@@ -350,6 +350,10 @@ class FullySharded(Sharded):
             vars(module)["__deepcopy__"] = refuse_copy
             refuse_replacements(module, [place for group in _groups(module) for place in _places(group)])
         self._point_optimizer(parts, number, held)
+        self._whole: list[tuple[Tensor, int]] = []
+        """The root's parameters while they are gathered after a forward, with their versions then."""
+        quiet: Callable[..., Any] = torch.compiler.disable
+        model.register_forward_hook(quiet(self._after_forward))
         self._scatter: CodedScatter | None = None
         self._is_loaded = False
         """Whether the gradient came from elsewhere, and not from backwards."""
@@ -420,8 +424,23 @@ class FullySharded(Sharded):
         size = torch.Size(shape[1:]).numel()
         return Span(name, shape, first * size, last * size)
 
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # computed again
+        if not torch.is_grad_enabled() and not self._in_loss:
+            self.share()  # no backward lets go of the root, and what a loop writes to it would be lost
+            return
+        check_unwritten(self._whole)
+        gathered = [each for group in _groups(self.model) if group.is_unsharded for each in group.fsdp_params]
+        for each in gathered:
+            name_parameter(each._unsharded_param, name_of(each.sharded_param))
+        self._whole = [(each._unsharded_param, each._unsharded_param._version) for each in gathered]
+        watch(parameter for parameter, _ in self._whole)
+
     def arm(self, *, last: bool) -> None:
         self.end_backward()
+        check_unwritten(self._whole)
+        self._whole = []
         if self._lent is not None:
             self._lent.finish()
             self._lent.arm(waits=self._must_wait or self._units is None)
@@ -472,6 +491,8 @@ class FullySharded(Sharded):
 
     def share(self) -> None:
         """A forward without a backward leaves the root's parameters gathered, and they would be taken for the new."""
+        check_unwritten(self._whole)
+        self._whole = []
         for module in self._modules:
             module.reshard()
 
@@ -487,27 +508,6 @@ class FullySharded(Sharded):
         self._summed.clear()
         if self._units is not None:
             self._units.used.clear()
-
-
-def fits_fully_shard(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
-    """Whether fully_shard trains all parameters of a model right. It replaces them, and so drops their hooks; cuts them
-    along their first dimension; and sums those of a unit as one, which must be of one type and lie row by row."""
-    trained = [each for each in model.parameters() if not stays_whole(each)]
-    if any(
-        not each.dim() or not each.is_contiguous() or each.is_complex() or has_hooks(each) for each in trained
-    ):  # fmt: skip
-        return False
-    units = untied(model, blocks)
-    inside = {id(each) for unit in units for each in unit.parameters()}
-    root = [each for each in trained if id(each) not in inside]
-    return all(
-        len({each.dtype for each in unit if each.requires_grad and not stays_whole(each)}) <= 1
-        for unit in (root, *(list(unit.parameters()) for unit in units))
-    )
-
-
-def has_hooks(parameter: Tensor) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _flat(part: Tensor) -> Tensor:

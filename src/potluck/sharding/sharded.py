@@ -3,7 +3,8 @@
 For each step: arm and backward, once or many times; then finish, and step or drop.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,7 @@ class Sharded:
     """Those of them that any stage of this pipeline has used in this step."""
     _idle: Set[str] = frozenset()
     """Parameters that no rank has used in this step."""
+    _in_loss: bool = False
     gathers: bool = False
     """Whether they also wait for each other in every layer, so that no rank's own speed can be seen."""
 
@@ -115,6 +117,18 @@ class Sharded:
     def code(self, coding: Coding | None) -> None:
         """From the next backward on: how gradients travel to their owners; none: as they are."""
         self.collectives.coding = coding
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """While a loss function runs: it may use what is in no block beside the model's forward, also without a
+        gradient, where a forward by itself leaves nothing gathered."""
+        self._in_loss = True
+        try:
+            yield
+        finally:
+            self._in_loss = False
+        if self.gathers and not torch.is_grad_enabled():
+            self.share()
 
     def arm(self, *, last: bool) -> None:
         """Before each backward. `last`: the step comes after it."""

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from potluck.environment import free_memory_bytes, read_bytes
 from potluck.errors import ConfigError
-from potluck.sharding.blocks import find_blocks
+from potluck.sharding.blocks import find_blocks, fits_fully_shard
 from potluck.sharding.collectives import Collectives
-from potluck.sharding.fsdp import FullySharded, fits_fully_shard
+from potluck.sharding.fsdp import FullySharded
 from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from potluck.sharding.uneven import UnevenShards

@@ -91,6 +91,7 @@ class UnevenShards(Sharded):
 
     def arm(self, *, last: bool) -> None:
         self.end_backward()
+        self._root.check_unwritten()
         self._is_owed, self._lasts.last = True, last
         if self._makes_graph:
             # The gradient of a gradient reads parameters before any block says that its backward begins.
@@ -302,8 +303,10 @@ class UnevenShards(Sharded):
         if not ends_here:
             self._hook_outputs(unit, own)
         # Tensors that we cannot find we cannot hook: then nothing would gather the unit again before its backward.
-        if ends_here or (own and unit is not self._root):
+        if (ends_here and not (unit is self._root and self._in_loss)) or (own and unit is not self._root):
             unit.release()
+        elif unit is self._root:
+            unit.watch()
 
     def _hook_outputs(self, unit: ParamGroup, tensors: list[Tensor]) -> None:
         unit.uses += 1

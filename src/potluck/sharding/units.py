@@ -16,7 +16,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor, nn
 
-from potluck.sharding.absent import AbsentParameter, name_parameter
+from potluck.sharding.absent import AbsentParameter, check_unwritten, name_parameter, watch
 from potluck.sharding.collectives import Collectives, Pending
 from potluck.sharding.optimizer_shard import OptimizerShard
 from potluck.sharding.runs import Span
@@ -169,6 +169,13 @@ class FlatParam:
 
     def show(self) -> None:
         self._point(self._views, absent=False)
+        self._versions = [member.parameter._version for member in self.members]
+
+    def watch(self) -> None:
+        watch(member.parameter for member in self.members)
+
+    def check_unwritten(self) -> None:
+        check_unwritten((m.parameter, version) for m, version in zip(self.members, self._versions, strict=True))
 
     def release(self) -> None:
         self.wait()
@@ -267,9 +274,20 @@ class ParamGroup:
     def release(self) -> None:  # ARRIVING or WHOLE -> SPLIT
         self.in_use = False
         if self.placement is not Placement.SPLIT:
+            self.check_unwritten()
             for stretch in self.stretches:
                 stretch.release()
             self.placement = Placement.SPLIT
+
+    def watch(self) -> None:
+        """What is written from now on, until the next check, is refused there."""
+        for stretch in self.stretches:
+            stretch.watch()
+
+    def check_unwritten(self) -> None:
+        if self.placement is Placement.WHOLE:
+            for stretch in self.stretches:
+                stretch.check_unwritten()
 
     def hide(self) -> None:
         for stretch in self.stretches:
