@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from potluck.coded_numbers import Coding
 from potluck.engine.replica import Agreed, Replica
@@ -24,6 +26,16 @@ from potluck.sharding.sharded import Sharded
 from potluck.sharding.splitting import shard_over
 from potluck.sharding.strategy import ShardingStrategy
 from potluck.tensor_bytes import buffer
+
+
+def _needs_float32(model: nn.Module) -> bool:
+    """Whether torch computes with parameters and float32 buffers at once, and wants both of one type: statistics of
+    BatchNorm, vectors of either spectral_norm. Autocast alone will do."""
+    return find_batch_norm(model) is not None or any(
+        isinstance(each, SpectralNorm | _SpectralNorm)
+        for module in model.modules()
+        for each in (module, *module._forward_pre_hooks.values())
+    )
 
 
 class ShardedReplica(Replica):
@@ -79,8 +91,7 @@ class ShardedReplica(Replica):
                 self.strategy,
                 self.device,
                 mean=False,
-                # BatchNorm's statistics are float32, and torch wants its parameters so too. Autocast alone will do.
-                bf16=self.config.precision == "bf16" and find_batch_norm(self.model) is None,
+                bf16=self.config.precision == "bf16" and not _needs_float32(self.model),
                 offload=self.config.offload_optimizer,
                 group=self.within.group,
                 nodes=self._nodes.group if self._nodes is not None else None,
