@@ -40,6 +40,10 @@ class _Sealed(Tensor):
         return "a gradient that is not summed yet"
 
 
+AS_TENSORS = torch._C.DisableTorchFunctionSubclass
+"""Parameters that are split have classes that say what a loop may do with them, which takes time for each attribute."""
+
+
 class Seal:
     """Over the gradients of a model, from each backward until the next one or the step."""
 
@@ -50,16 +54,18 @@ class Seal:
 
     def close(self) -> None:
         if not self._kept:
-            self._kept = [parameter.grad for parameter, _ in self._places]
-            for parameter, sealed in self._places:
-                parameter.grad = sealed
+            with AS_TENSORS():
+                self._kept = [parameter.grad for parameter, _ in self._places]
+                for parameter, sealed in self._places:
+                    parameter.grad = sealed
 
     def open(self, *, for_step: bool) -> None:
         """`for_step`: else for another backward, before which a model.zero_grad() out of habit does no harm."""
         kept, self._kept = self._kept, []
         for (parameter, sealed), gradient in zip(self._places, kept, strict=False):
-            found = parameter.grad
-            parameter.grad = gradient
+            with AS_TENSORS():
+                found = parameter.grad
+                parameter.grad = gradient
             if found is not sealed and (for_step or found is not None):
                 raise ConfigError(SEALED)
 

@@ -34,6 +34,8 @@ from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.split_parameter import mark_split, refuse_copy
 from potluck.sharding.whole_steps import check_can_split
 
+AS_DTENSORS = torch._C.DisableTorchFunctionSubclass
+"""Without what split_parameter.py says of a loop's uses, which takes time for each attribute."""
 IN_USE = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
 
@@ -228,7 +230,8 @@ class FullyShardedUnits:
             return
         self._before_sum(group)
         state, group.reshard_after_backward = group._training_state, not in_use
-        self._sum_of[id(group)]()
+        with AS_DTENSORS():
+            self._sum_of[id(group)]()
         group.reshard_after_backward = True
         if in_use:
             group._training_state = state
@@ -479,15 +482,16 @@ class FullySharded(Sharded):
         self.end_backward()
         if self._lent is not None:
             self._lent.finish()
-        for run, source in zip(self.runs, self._sources, strict=True):
-            name = run.span.name
-            if name in self.tied_names:
-                source.grad = torch.zeros_like(source) if source.grad is None else source.grad
-            elif self._units is not None and name not in self._units.used:
-                source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
-            run.parameter.grad = None if source.grad is None else _flat(source.grad)
-        for run, source in self._unstepped:
-            run.parameter.grad = None if source.grad is None else _flat(source.grad)
+        with AS_DTENSORS():
+            for run, source in zip(self.runs, self._sources, strict=True):
+                name = run.span.name
+                if name in self.tied_names:
+                    source.grad = torch.zeros_like(source) if source.grad is None else source.grad
+                elif self._units is not None and name not in self._units.used:
+                    source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
+                run.parameter.grad = None if source.grad is None else _flat(source.grad)
+            for run, source in self._unstepped:
+                run.parameter.grad = None if source.grad is None else _flat(source.grad)
 
     def share(self) -> None:
         """A forward without a backward leaves the root's parameters gathered, and they would be taken for the new."""
@@ -503,8 +507,9 @@ class FullySharded(Sharded):
 
     def _forget(self) -> None:
         self._is_loaded, self._idle = False, frozenset()
-        for run, source in (*zip(self.runs, self._sources, strict=True), *self._unstepped):
-            run.parameter.grad = source.grad = None
+        with AS_DTENSORS():
+            for run, source in (*zip(self.runs, self._sources, strict=True), *self._unstepped):
+                run.parameter.grad = source.grad = None
         self._summed.clear()
         if self._units is not None:
             self._units.used.clear()
