@@ -283,16 +283,18 @@ def test_a_mean_is_not_overwritten_before_all_have_been_sent_it() -> None:
     step = Step(1, parts=(CHUNK,)).begin(1, several=False)
     step.pour([(0, 1)])
     first = step.mean.results[0].copy()
-    step.mean.hold(0, 2)
+    for receiver in (1, 2):
+        step.mean.hold(0, receiver)
     step.begin(1, several=False, step=1, scale=2.0)
     sender = threading.Thread(target=lambda: step.pour([(0, 1)]), daemon=True)
     sender.start()
-    step.mean.release(0)
+    step.mean.release(0, 1)
     sender.join(0.2)
     assert sender.is_alive() and step.mean.results[0].tobytes() == first.tobytes()
-    step.mean.release(0)
+    assert step.mean.waits_for == {2}
+    step.mean.release(0, 2)
     sender.join(5)
-    assert not sender.is_alive()
+    assert not sender.is_alive() and not step.mean.waits_for
     step.assert_right(scale=2.0)
 
 

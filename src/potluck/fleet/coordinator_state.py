@@ -65,6 +65,8 @@ class CoordinatorState:
         """The last such step that counted as it is on record in the end, so that nobody sends its average; 0: none."""
         self.description = described
         self.membership = Membership(resumed.next_id)
+        self.awake_since = -math.inf
+        """When this host last came out of a pause: what its workers sent meanwhile may not have been read yet."""
         self.stopping = False
         self.paused = False
         """A person has paused the run: no other step begins."""
@@ -112,7 +114,7 @@ class CoordinatorState:
     def is_silent(self, member: WorkerRecord) -> bool:
         """Longer than it has ever been: it may be gone, or asleep. A plain peer sends no heartbeats to tell that by."""
         limit_s = self.patience_s / 2 if member.plain else member.lateness.silence_limit_s(self.clock, self.patience_s)
-        return member.silent_s(self.clock) > limit_s
+        return min(member.silent_s(self.clock), self.clock - self.awake_since) > limit_s
 
     def skip_ahead(self) -> None:
         """The step that was being computed again counts as it is on record."""

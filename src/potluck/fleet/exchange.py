@@ -278,19 +278,19 @@ class Exchange:
 
     def _send_average(self, connection: PeerConnection, step: int, part: int) -> None:
         assert self.mean is not None
-        self.mean.hold(part, 1)
+        self.mean.hold(part, connection.peer)
         connection.put(Outgoing(None, step, part))
 
-    def release(self, part: int) -> None:
-        """One receiver of this average has it, or will never have it."""
+    def release(self, connection: PeerConnection, part: int) -> None:
+        """This receiver of the average has it, or will never have it."""
         if self.mean is not None:
-            self.mean.release(part)
+            self.mean.release(part, connection.peer)
 
     def release_owed(self, connection: PeerConnection) -> None:
         """It will give no receipts any more. Both of its threads end by this, each average is released once."""
         with contextlib.suppress(IndexError):
             while True:
-                self.release(connection.owed.popleft())
+                self.release(connection, connection.owed.popleft())
 
     def _on_part(self, step: int, part: int) -> None:
         """An average is formed: to everybody who takes part, while others are still arriving."""
@@ -334,11 +334,11 @@ class Exchange:
         with self.lock:
             if self.connections.pop(connection.peer, None) is None:
                 return
+            connection.close()  # first: from then on it cannot say that it took what is written over
             for out in connection.take_queue():
                 if out.part >= 0:
-                    self.release(out.part)
+                    self.release(connection, out.part)
             self.release_owed(connection)
-            connection.close()
             self.act(lambda now: self.core.on_closed(now, connection.peer, why))
 
 
@@ -380,7 +380,7 @@ class PeerWriter:
         assert connection.receipts is not None
         for _ in range(connection.receipts.wait(len(connection.owed))):
             connection.pieces += 1
-            self.exchange.release(connection.owed.popleft())
+            self.exchange.release(connection, connection.owed.popleft())
 
     def write(self, out: Outgoing) -> None:
         connection = self.connection
@@ -413,7 +413,7 @@ class PeerWriter:
                     connection.pipe.spared_sent_bytes += 4 * floats - message.numbers.nbytes
                 connection.send_pieces(encode_parts(message, connection.codec))
         finally:
-            self.exchange.release(out.part)
+            self.exchange.release(connection, out.part)
 
     def _share(self, message: ShareMemory) -> None:
         connection, memory = self.connection, self.exchange.memory

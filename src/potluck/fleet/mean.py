@@ -89,7 +89,9 @@ class PayloadMean:
         self._change = threading.Condition()
         self._now: _Step | None = None
         self._free: list[Floats] = []
-        self._unsent = [0] * len(parts)
+        self._unsent: list[set[int]] = [set() for _ in parts]
+        self._awaited: list[int] = []
+        """Parts whose next mean waits to take the place of this one."""
         self._largest = {False: 0.0, True: 0.0}
         """The largest of any step before, and of any window: gradients are of another size than changes."""
         self.on_part: Callable[[int, int], None] = lambda step, part: None
@@ -140,16 +142,22 @@ class PayloadMean:
                 self._now.window = sum(self._chunks)
                 self._change.notify_all()
 
-    def hold(self, part: int, receivers: int) -> None:
-        """`receivers` have yet to be sent this part's mean; it is not overwritten before release() by each."""
+    def hold(self, part: int, receiver: int) -> None:
+        """The receiver has yet to be sent this part's mean; it is not overwritten before release() by each."""
         with self._change:
-            self._unsent[part] += receivers
+            self._unsent[part].add(receiver)
 
-    def release(self, part: int) -> None:
+    def release(self, part: int, receiver: int) -> None:
         with self._change:
-            self._unsent[part] -= 1
+            self._unsent[part].discard(receiver)
             if not self._unsent[part]:
                 self._change.notify_all()
+
+    @property
+    def waits_for(self) -> set[int]:
+        """Receivers who keep the step under way from being finished: they have not been sent the step before."""
+        with self._change:
+            return {receiver for part in self._awaited for receiver in self._unsent[part]}
 
     def open(
         self, peer: int, step: int, part: int, node: Node, count: int, weight: float = 1.0, *, coded: bool = False
@@ -248,8 +256,10 @@ class PayloadMean:
         """The root's chunk: the mean, in its place."""
         if self._unsent[part] or math.isnan(now.scale):  # not sent yet to all, or a report is still to come
             with self._change:
+                self._awaited.append(part)
                 while (self._unsent[part] or math.isnan(now.scale)) and self._now is now:
                     self._change.wait(1.0)
+                self._awaited.remove(part)
         if self._now is not now:
             return
         result = self.results[part][number * self.chunk : number * self.chunk + len(values)]

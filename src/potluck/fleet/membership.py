@@ -33,6 +33,8 @@ def beat_s(patience_s: float) -> float:
 
 WATCHED = 10
 """Times `patience` in which a link's lateness is remembered, at least."""
+MOST_SILENT = 1024
+"""Workers that were parted from and may come back, of whom something is remembered."""
 LATE = 3
 """Times the longest silence that a link has shown, after which a worker is taken for silent."""
 
@@ -180,13 +182,23 @@ class Membership:
         self._changes = 0
         """Counts changes of any worker's phase."""
         self._found: tuple[int, list[WorkerRecord], list[WorkerRecord]] = (-1, [], [])
+        self._silent: dict[tuple[str, str], float] = {}
+        """When those were last heard who were parted from for a silence shorter than patience."""
 
     def add(self, now: float, peer: int, name: str, kind: str, *, plain: bool, address: str = "") -> WorkerRecord:
         member = WorkerRecord(peer, self.next_id, name, kind, plain, heard_at=now, came_at=now, address=address)
+        if (heard_at := self._silent.pop((address, name), None)) is not None:
+            member.lateness.note(now, now - heard_at)
         self.next_id += 1
         self._changes += 1
         self.members[peer] = member
         return member
+
+    def remember_silence(self, member: WorkerRecord) -> None:
+        """For when it comes back: it is not to be parted from again for a silence that it outlives."""
+        self._silent[member.address, member.name] = member.heard_at
+        while len(self._silent) > MOST_SILENT:
+            del self._silent[next(iter(self._silent))]
 
     def remove(self, peer: int) -> WorkerRecord | None:
         self._changes += 1

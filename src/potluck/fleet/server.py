@@ -344,7 +344,9 @@ class Server:
                 connection.close()  # it does not read, and averages that wait for it keep the others waiting
             connection.expire_slow(TICK_S, UNREAD * self.core.patience_s)
             self.core.on_heard(now if connection.held else connection.pipe.heard_at, connection.peer)
-        return self.core.on_tick(now)
+        effects = self.core.on_tick(now)
+        waits_for = self.exchange.mean.waits_for if self.exchange.mean is not None else set()
+        return effects + self.core.stragglers.part_with_silent(waits_for)
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)

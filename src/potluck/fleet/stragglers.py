@@ -58,7 +58,7 @@ class Stragglers:
         under, holders = self.rounds.now, self.run.membership.holders
         if under is None:
             return []
-        for member in [m for m in holders if m.is_computing and self._delivers_nothing(m)]:
+        for member in [m for m in holders if self._owes(m) and self._delivers_nothing(m)]:
             able = [m for m in holders if m is not member and m.since <= under.step and not m.leaving]
             # Those who were relieved themselves have nothing to do either, and must not be relied on.
             if any(not (m.is_computing or m.is_relieved or self.run.is_silent(m)) for m in able):
@@ -70,6 +70,25 @@ class Stragglers:
                     member.peer, f"it computes nothing of step {under.step}, which others have applied"
                 )
         return []
+
+    def _owes(self, member: WorkerRecord) -> bool:
+        """Others would have to compute: what has been reported is on its way, unless nothing is heard of it."""
+        return member.is_computing or (bool(member.nodes) and self.run.is_silent(member))
+
+    def part_with_silent(self, receivers: set[int]) -> list[Effect]:
+        """Whoever is silent and has not taken the averages of the step before keeps this one from being finished. It is
+        parted from, if another goes on, and gets the weights when it comes back: to keep averages for it would take
+        memory without a bound."""
+        run, effects = self.run, list[Effect]()
+        for peer in sorted(receivers):
+            member = run.membership.members.get(peer)
+            if member is None or not run.is_silent(member):
+                continue
+            if any(m is not member and not run.is_silent(m) for m in run.membership.holders):
+                run.membership.remember_silence(member)
+                why = f"silent for {member.silent_s(run.clock):.1f} s, and the others waited for it to take averages"
+                effects += run.close(peer, why)
+        return effects
 
     def _delivers_nothing(self, member: WorkerRecord) -> bool:
         """It is silent, or takes far longer than it should, though its heart beats."""

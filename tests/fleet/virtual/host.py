@@ -41,7 +41,7 @@ class _Wire(PeerConnection):
             return
         assert mean is not None
         self._line.send_down(Average(out.step, out.part, mean.results[out.part].copy()))
-        self._exchange.release(out.part)
+        self._exchange.release(self, out.part)
 
     def close(self) -> None:
         pass
@@ -247,8 +247,14 @@ class Host:
             if line.connection is not None and line.connection.held:  # its bytes are not being read, on purpose
                 self.core.on_heard(self.clock.now, line.peer)
         self.act(self.core.on_tick(self.clock.now))
+        self.act(self.core.stragglers.part_with_silent(self._wait_for()))
         self.ran_at = self.fleet.clock.now
         self.fleet.clock.after(TICK_S, self._tick)
+
+    def _wait_for(self) -> set[int]:
+        """Half of those who have not applied the last step are taken for such whose averages filled their buffers."""
+        members = self.core.membership.members.values()
+        return {m.peer for m in members if m.peer % 2 and m.is_ready and m.applied < self.core.standing.step}
 
     # Checkpoints
 
