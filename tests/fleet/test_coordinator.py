@@ -217,7 +217,7 @@ def test_others_do_the_work_of_one_whose_plug_is_pulled_as_soon_as_its_link_was_
 
 
 def test_one_who_is_silent_and_keeps_averages_from_being_written_over_goes_and_gets_the_weights_on_its_return() -> None:
-    """The virtual host takes averages of every other peer for such that fill its buffers: those of w2, but not of w1."""
+    """The virtual host takes averages of every other peer for such that fill buffers: those of w2, but not of w1."""
     faults = FaultScript().silence("w2", at_step=3, seconds=PATIENCE_S / 2)
     run = Fleet(workers=3, faults=faults, slice_s=1.0, epochs=2 * EPOCHS).finish()
     (went,) = [went for went in run.told(WorkerWent) if not went.polite]

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from potluck.agree.policy import ApplyPolicy, Cadence, Sync
+from potluck.events import WorkerWent
+from potluck.fleet import pipe
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
-from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Worker, assert_same, start_coordinator, step_of, wait_until
+from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, start_coordinator, step_of, wait_until
 from tests.fleet.test_undisturbed import plain_run
 from tests.quick import first_of
 
@@ -79,6 +81,26 @@ def test_whoever_sleeps_through_the_end_and_a_restart_of_the_host_ends_with_the_
     host.join(20)
     assert not host.is_alive(), "the run has not ended"
     assert_same(quick.weights, sleeper.weights)
+
+
+@pytest.mark.slow
+def test_averages_that_a_stopped_worker_does_not_take_hold_nobody_until_patience_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes long before that, is given the weights when it continues, and ends with those of the others."""
+    monkeypatch.setattr(pipe, "LOOPBACK_BYTES", 1)  # the least that the system has, so that they do not fit the buffers
+    fleet = Fleet(tmp_path, patience_s=8.0, at_least=2)
+    epochs, steps = 6 * EPOCHS, 6 * STEPS
+    _, sleeper = (fleet.add(name, slow_s=0.05, epochs=epochs, steps=steps) for name in ("a", "b"))
+    fleet.wait_for_step(3)
+    sleeper.send(signal.SIGSTOP)
+    wait_until(lambda: any(isinstance(event, WorkerWent) for event in fleet.events))
+    step = fleet.server.core.standing.step
+    fleet.wait_for_step(step + 3)
+    sleeper.send(signal.SIGCONT)
+    (went,) = [event for event in fleet.events if isinstance(event, WorkerWent)]
+    assert went.name == "b" and went.reason.endswith("the others waited for it to take averages")
+    assert_same(fleet.finish(epochs=epochs), plain_run(epochs))
 
 
 def pause_at_random(tmp_path: Path, draw: random.Random, *, epochs: int, seconds: float, longest_s: float) -> list[str]:
