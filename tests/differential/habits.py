@@ -36,6 +36,11 @@ class Loop:
         self.habits, self.model, self.optimizer = habits, model, optimizer
         self.timed = {int(word.partition("@")[2]): word.partition("@")[0] for word in habits if "@" in word}
         self.average: dict[str, Tensor] = {}
+        self._has_acted = False
+
+    def begins_after(self, number: int) -> bool:
+        """Whether a habit acts for the first time after this step."""
+        return number in self.timed or not self._has_acted
 
     def before_prepare(self) -> None:
         first = self.model.blocks[0]
@@ -104,6 +109,7 @@ class Loop:
                 for name, parameter in self.model.named_parameters():
                     self.average[name].lerp_(parameter.detach(), 1 - KEPT)
         self._in_time(self.timed.get(number, ""))
+        self._has_acted = True
 
     def _in_time(self, habit: str) -> None:
         if habit == "freeze":

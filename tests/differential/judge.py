@@ -41,12 +41,14 @@ class Expected:
     average: dict[str, Tensor] = field(default_factory=dict)
     """Of the weights, where the loop takes one of its own."""
     complaints: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """Of each step of each replica."""
 
     @property
     def has_diverged(self) -> bool:
-        """Then the last digit decides where it ends, and nobody can judge it."""
-        losses = [abs(loss) for steps in self.steps for loss, _, _ in steps if math.isfinite(loss)]
-        return bool(losses) and max(losses) > 100 * max(losses[:2])
+        """Then the last digit may decide where it ends."""
+        losses = [abs(loss) for loss in self.losses if not math.isnan(loss)]
+        return bool(losses) and (math.isinf(max(losses)) or max(losses) > 100 * max(losses[:2]))
 
 
 class Replica:
@@ -64,6 +66,7 @@ class Replica:
         self.loop.before_prepare()
         self.loop.after_prepare(self.model, lambda: other_model(case.model, dtype, case.seed))
         self.done = 0
+        self.losses: list[float] = []
 
     def skip(self) -> list[float]:
         """A step that overflowed, of which only the run knows."""
@@ -73,6 +76,7 @@ class Replica:
     def twin(self) -> "Replica":
         """Another one in the same state: a copy would have neither hooks nor weights that are computed."""
         other = Replica(self.case, self.dtype)
+        other.losses = self.losses
         other.model.load_state_dict(self.model.state_dict())
         assert not self.turns
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
@@ -101,6 +105,7 @@ class Replica:
         for name, gradient in sum_rounded(dict(self.model.named_parameters()), sent, switches).items():
             self.model.get_parameter(name).grad = gradient
         samples = sum(weights)
+        self.losses += [total / samples] if samples else []
         for other in self.turns:
             if other is not self.optimizer:
                 other.zero_grad()
@@ -210,14 +215,15 @@ def mean_buffers(
     return found
 
 
-def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = False) -> Expected:
-    """Of what the ranks of each leg told. `is_shaken`: begun from weights as rounded as the run's numbers are."""
+def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = False, is_whole: bool = True) -> Expected:
+    """Of what the ranks of each leg told. `is_shaken`: begun from weights as rounded as the run's numbers are.
+    `is_whole`: the run went to its end."""
     expected = Expected()
     batches = plain_batches(case, _data(case)) if case.data else None
-    expected.complaints += _rows_used_wrongly(case, told, batches)
+    expected.complaints += _rows_used_wrongly(case, told, batches) if is_whole else []
     dtype = torch.float32 if any("bf16" in leg.switches for leg in case.legs) else torch.float64
     replica = Replica(case, dtype)
-    expected.start = _state(replica.model)
+    expected.start, expected.losses = _state(replica.model), replica.losses
     if is_shaken:
         _shake(replica.model, SHAKES[precision_of(case)], case.seed)
     done = 0
@@ -261,7 +267,7 @@ def _shake(model: nn.Module, by: float, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            signs = torch.randint(0, 2, parameter.shape, generator=draw) * 2 - 1
+            signs = torch.randint(0, 2, parameter.shape, generator=draw).double() * 2 - 1
             parameter.mul_((1 + by * signs).to(parameter.dtype))
 
 

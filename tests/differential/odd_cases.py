@@ -24,7 +24,17 @@ def draw_any(seed: int, only: str = "") -> Case:
         return draw_hosted(seed)
     is_usual = only == "usual" or random.Random(f"usual {seed}").random() < 0.3
     case = draw_case(seed, "" if only == "usual" else only)
-    return case if is_usual else make_odd(case)
+    return _quick(case if is_usual else make_odd(case))
+
+
+def _quick(case: Case) -> Case:
+    """Compiled only if it is small: each process compiles each of its blocks for some ten seconds."""
+    if not any("compile" in leg.switches for leg in case.legs):
+        return case
+    if len(case.legs) > 1 or case.legs[0].world > 2 or "cuts" in case.legs[0].stages:
+        return replace(case, legs=tuple(without(leg, "compile=True") for leg in case.legs))
+    inputs, width, blocks, traits = case.model.split("/")
+    return replace(case, model=f"{inputs}/{width}/{','.join(blocks.split(',')[:2])}/{traits}", epochs=1)
 
 
 def make_odd(case: Case) -> Case:
@@ -44,7 +54,8 @@ def make_odd(case: Case) -> Case:
     if draw.random() < 0.06 and is_sync and not case.faults and len(case.legs) == 1:
         case = replace(case, habits=(*case.habits, "ema"))
     if draw.random() < 0.05 and is_sync and case.scale == 1.0 and not case.faults:
-        fp16 = tuple(replace(leg, switches=f"precision='fp16', {leg.switches}".rstrip(", ")) for leg in case.legs)
+        legs = [without(leg, "precision='bf16'") for leg in case.legs]
+        fp16 = tuple(replace(leg, switches=f"precision='fp16', {leg.switches}".rstrip(", ")) for leg in legs)
         case = replace(case, legs=fp16, dtype="float32", optimizer=draw.choice(STEADY), habits=(), scheduler="")
     if draw.random() < 0.2 and not is_sync:
         auto = {leg: replace(leg, policy="Auto()") for leg in case.legs if not leg.policy.startswith("Sync")}
@@ -159,7 +170,8 @@ def _as_torch_can(case: Case) -> Case:
         case = replace(case, optimizer=STEADY[1] if case.scale == 1.0 else case.optimizer)
     if "sparse" in words:
         case = replace(case, optimizer="SGD(lr=0.1)")
-    if "tokens" in words or "reentrant" in words or {"lstm", "gru"} & set(words):  # no derivative, or no second one
+    is_compiled = any("compile" in leg.switches for leg in case.legs)
+    if is_compiled or {"tokens", "reentrant", "lstm", "gru", "encoder"} & set(words):  # no derivative, or no second one
         case = replace(case, habits=tuple(habit for habit in case.habits if habit != "penalty"))
     if case.optimizer.startswith(("Centred", "Lookahead")):  # torch calls hooks twice there, or once: as it has hooked
         case = replace(case, habits=tuple(habit for habit in case.habits if habit not in ("clamp-after", "pre-clip")))

@@ -5,6 +5,7 @@ weights are read from the files that it saved, as `potluck export` gives them.
 """
 
 import functools
+import json
 import math
 import multiprocessing
 import random
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import potluck
@@ -22,7 +24,7 @@ from potluck.engine.weight_average import WeightAverage
 from potluck.errors import PotluckError
 from potluck.events import Decided, EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder
-from potluck.save.export import MODEL
+from potluck.save.export import MODEL, write_plain
 from potluck.sharding.passes import UNEQUAL
 from potluck.sharding.ranges import Ranges
 from tests.differential.cases import Case, Leg
@@ -52,11 +54,23 @@ def run_case(case: Case, timeout_s: float = TIMEOUT_S) -> tuple[list[list[Told]]
             outcomes = try_ranks(
                 leg.world, train, case, number, folder, timeout_s=_patience(leg, timeout_s), grace_s=GRACE_S
             )
-            told.append(_results(outcomes, number))
-        newest = checkpoint_folder.found(Path(folder) / "saved")[0]
+            try:
+                told.append(_results(outcomes, number))
+            except Refused as refusal:
+                refusal.told = [*told, _told_so_far(folder, number, leg)] if refusal.told is not None else None
+                raise
+        return told, _saved(case, Path(folder))
+
+
+def _saved(case: Case, folder: Path) -> dict[str, Tensor]:
+    """As `potluck export` gives it, which has no form for complex128."""
+    newest = checkpoint_folder.found(folder / "saved")[0]
+    if "complex" in case.model:
         with Ranges(checkpoint_folder.files_of(newest, checkpoint_folder.check(newest), MODEL)) as saved:
             saved.check_whole(str(newest))
-            return told, {name: saved[name] for name in saved.tensors}
+            return {name: saved[name] for name in saved.tensors}
+    write_plain(newest, folder / "plain.safetensors")
+    return load_file(folder / "plain.safetensors")
 
 
 @functools.cache
@@ -66,7 +80,7 @@ def _start_server() -> None:
 
 
 def _patience(leg: Leg, timeout_s: float) -> float:
-    return timeout_s * (10 if "compile" in leg.switches else 1)
+    return timeout_s * (4 if "compile" in leg.switches else 1)
 
 
 def _results(outcomes: list[Outcome], leg: int) -> list[Told]:
@@ -88,12 +102,25 @@ def _results(outcomes: list[Outcome], leg: int) -> list[Told]:
         )  # which a short last batch may be first
         if is_early and kind != "Diverged":
             raise Refused(sentence.strip())
+        if phase == "acted":
+            raise Refused(sentence.strip(), told=[])
         raise Failed("LATE", f"{where}{kind} while it {phase}: {sentence.strip()}")
     if causes or failures:
         who, outcome = (causes or failures)[0]
         raise Failed("CRASH", f"{who}: {outcome.data}")
     late = "\n".join(f"{where}rank {rank}: {o.data}" for rank, o in enumerate(outcomes) if o.kind != "fine")
     raise Failed("HANG", late)
+
+
+def _told_so_far(folder: str, number: int, leg: Leg) -> list[Told]:
+    files = [_file_so_far(folder, number, rank) for rank in range(leg.world)]
+    if not all(file.exists() for file in files):
+        raise Failed("LATE", "some ranks were refused what their loops did, where others had not come so far")
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _file_so_far(folder: str, number: int, rank: int) -> Path:
+    return Path(folder) / f"told-{number}-{rank}.json"
 
 
 def train(case: Case, number: int, folder: str) -> Told:
@@ -165,8 +192,11 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
                 delay("before-step")
                 loop.before_step()
                 if fleet.step() is not None:
-                    phase[0] = "trained"
+                    if loop.begins_after(fleet.step_number):  # what can be refused only when a loop does it
+                        phase[0] = "acted"
+                        _file_so_far(folder, number, fleet.link.rank).write_text(json.dumps(log.told()))
                     loop.after_step(fleet.step_number, some)
+                    phase[0] = "trained"
                     delay("after-step")
                 if log.is_over(leg):
                     if isinstance(policy, potluck.Sync):

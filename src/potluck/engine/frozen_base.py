@@ -56,7 +56,10 @@ def find_base(model: nn.Module) -> FrozenBase | None:
     parts = {name: list(plain_tensors(state[name])) for name in owners}
     sizes = {name: sum(part.nbytes for part in each) for name, each in parts.items()}
     is_plain = not any(is_traceable_wrapper_subclass(state[name]) for name in owners)
-    if not owners or (is_plain and sum(sizes.values()) <= trained):
+    known = dict(model.named_parameters())
+    every = dict(model.named_parameters(remove_duplicate=False))
+    once = [name for name in sizes if name in known or name not in every]  # what is tied is there once
+    if not owners or (is_plain and sum(sizes[name] for name in once) <= trained):
         return None
     hashes = {name: _hash(state[name], each) for name, each in parts.items()}
     return FrozenBase(hashes, owners, sizes, is_plain)
