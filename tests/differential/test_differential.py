@@ -6,9 +6,11 @@ import itertools
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.differential import (
     blocks,
@@ -22,12 +24,16 @@ from tests.differential import (
     odd_cases,
     odd_nets,
     optimizers,
+    plain,
+    refusals,
 )
 from tests.differential.cases import Case, Leg, draw_case, read_case
-from tests.differential.compare import compare
+from tests.differential.compare import compare, compare_calm_steps
 from tests.differential.drawn import drawn_tables
 from tests.differential.matrix import PAGE, RIGHT, UNTRIED, Cell, cells, drawn_part, mark, page, read_page
 from tests.differential.optimizers import OPTIMIZERS
+from tests.differential.plain import fails_alike
+from tests.differential.refusals import is_allowed
 from tests.differential.verdict import Verdict, verdict_of
 
 SECONDS = {"sync": 7, "stages": 7, "windows": 7, "legs": 7}
@@ -81,7 +87,7 @@ def test_some_cells_of_the_page_are_as_it_says() -> None:
 
 def test_the_judge_shares_no_code_with_potluck() -> None:
     zoo = (models, blocks, odd_blocks, nets, odd_nets, optimizers, habits, data)
-    for module in (judge, cases, odd_cases, *zoo):
+    for module in (judge, cases, odd_cases, plain, refusals, *zoo):
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -141,6 +147,57 @@ def test_the_judge_bites() -> None:
     assert "only one of them was skipped" in compare(case, expected, late, expected.tensors)[0]
     twice = judge.judge(case, [[told([], [[[[0, 3]]], [[[1, 1]]]])]])
     assert twice.complaints == ["(epoch, row) (0, 1) was used 2 times", "(epoch, row) (0, 2) was used 0 times"]
+
+
+def test_the_judge_misses_what_a_checkpoint_lacks_unless_it_is_a_large_frozen_base() -> None:
+    windows = [[[[0, 3]]], [[[1, 2]]]]
+    for model, lacking, is_right in (
+        ("vectors/4/large,mlp/frozen", ("frozen", "blocks.0.inside.table"), True),
+        ("vectors/4/large,mlp/frozen", ("frozen", "head.weight"), False),
+        ("vectors/8/mlp,mlp/frozen", ("frozen",), False),
+    ):
+        case = Case(model=model, rows=4, batch=2)
+        expected = judge.judge(case, [[told([], windows)]])
+        right = [[told(expected.steps[0], windows, expected.evaluated)]]
+        found = {name: tensor for name, tensor in expected.tensors.items() if name not in lacking}
+        complaints = compare(case, expected, right, found)
+        assert complaints == ([] if is_right else [f"{lacking[-1]} is not in the checkpoint"])
+        changed = replace(case, habits=("clamp",))
+        expected = judge.judge(changed, [[told([], windows)]])
+        found = {name: tensor for name, tensor in expected.tensors.items() if name not in lacking}
+        assert "frozen is not in the checkpoint" in compare(changed, expected, right, found)
+
+
+def test_a_refusal_is_a_finding_unless_the_case_asks_for_it() -> None:
+    sentence = "head.weight was used outside of its module's forward. It is split over ranks."
+    assert is_allowed(sentence, Case(habits=("l2",)))
+    assert is_allowed(sentence, Case(habits=("freeze@2",)))
+    assert not is_allowed(sentence, Case())
+    assert not is_allowed("Instead of the tied 1 came the tied 0. The workers do not follow the same plan.", Case())
+    cells_told = {*read_page(PAGE.read_text(encoding="utf-8")).items()}
+    table = {cell.key: cell.case for cell in cells()}
+    refused = [(shown, table[key]) for key, shown in cells_told if shown not in (RIGHT, UNTRIED)]
+    assert not [shown for shown, case in refused if case is None or not is_allowed(shown, case)]
+
+
+def test_what_plain_pytorch_cannot_do_is_not_judged() -> None:
+    case = Case(model="tokens/4/mlp/", habits=("penalty",))
+    error = "RuntimeError: only Tensors of floating point dtype can require gradients"
+    assert fails_alike(case, f"rank 1: {error}")
+    assert not fails_alike(case, "rank 1: RuntimeError: something else")
+    assert not fails_alike(Case(), f"rank 1: {error}")
+
+
+def test_the_judge_of_a_chaotic_run_judges_the_steps_before() -> None:
+    case = Case(rows=4, batch=2)
+    windows = [[[[0, 3]]], [[[1, 2]]]]
+    expected, shaken = (judge.judge(case, [[told([], windows)]], is_shaken=shaken) for shaken in (False, True))
+    name = "enter.weight"
+    assert not torch.equal(expected.tensors[name], shaken.tensors[name])
+    loss, norm, samples = expected.steps[0][1]
+    shaken.steps[0][1] = [loss + 1, norm, samples]
+    assert not compare_calm_steps(case, expected, shaken, [[told([expected.steps[0][0], [7.0, 7.0, 2.0]], windows)]])
+    assert compare_calm_steps(case, expected, shaken, [[told([[7.0, 7.0, 2.0], expected.steps[0][1]], windows)]])
 
 
 def test_a_page_is_read_as_it_was_printed() -> None:
@@ -218,6 +275,9 @@ FOUND = {
     "a rank that holds nothing of a model follows an average of nothing": Case(
         habits=("ema",), legs=(Leg(world=2, strategy="FullShard(weights=(1.0, 0.0))"),)
     ),
+    "a loop's own write is refused where it is first done": Case(
+        habits=("clamp",), legs=(Leg(world=2, strategy="FullShard(weights=(2.0, 1.0))"),)
+    ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
     ),
@@ -230,4 +290,4 @@ FOUND = {
 )
 def test_what_was_found_once_stays_right(what: str) -> None:
     verdict = verdict_of(FOUND[what])
-    assert verdict.kind == "right", repeat(verdict)
+    assert verdict.kind == ("refused" if "refused" in what else "right"), repeat(verdict)

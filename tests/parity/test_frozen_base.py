@@ -215,3 +215,13 @@ def test_an_export_is_what_was_trained_and_says_what_it_needs(
     assert_equal(load_file(tmp_path / "plain.safetensors"), weights)
     said = capsys.readouterr().err
     assert "It is what was trained. The frozen base below it (6 tensors of" in said
+
+
+def test_a_tied_frozen_parameter_takes_its_bytes_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 6, bias=False))
+    model[0].weight.requires_grad_(False)
+    model[1].weight = model[0].weight
+    assert find_base(model) is None
+    model[2].weight.requires_grad_(False)
+    found = find_base(model)
+    assert found is not None and set(found.hashes) == {"0.weight", "1.weight", "2.weight"}
