@@ -226,7 +226,7 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
     expected.start, expected.losses = _state(replica.model), replica.losses
     if is_shaken:
         _shake(replica.model, SHAKES[precision_of(case)], case.seed)
-    done = 0
+    done, momentum = 0, None
     for leg, ranks in zip(case.legs, told, strict=True):
         lanes, complaints = _lanes(ranks)
         expected.complaints += complaints
@@ -236,8 +236,9 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
             expected.complaints += _steps_of_wrong_size(case, lanes[0], done, batches)
             buckets = ranks[0]["buckets"] if leg.wire != "fp32" else None
             expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg, buckets), ranks[0]["events"]))
+            momentum = None
         else:
-            replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0], leg)
+            replica, steps, momentum = _judge_windows(replica, list(lanes.values()), ranks[0], leg, momentum)
             expected.steps.append(steps)
         done += sum(size for own in lanes.values() for size in _sizes(own)) // (2 if "turns" in case.habits else 1)
     may_overflow = any("fp16" in leg.switches for leg in case.legs)
@@ -360,13 +361,22 @@ def _judge_steps(
 
 
 def _judge_windows(
-    first: Replica, replicas: list[list[list[Any]]], told: dict[str, Any], leg: Leg
-) -> tuple[Replica, list[list[float]]]:
-    """Replicas step by themselves, and become one at the end of each window; or, of some, all take one step."""
+    first: Replica,
+    replicas: list[list[list[Any]]],
+    told: dict[str, Any],
+    leg: Leg,
+    momentum: list[Tensor] | None,
+) -> tuple[Replica, list[list[float]], list[Tensor] | None]:
+    """Replicas step by themselves, and become one at the end of each window; or, of some, all take one step.
+
+    `momentum`: of the outer optimizer of the leg before, which one that follows it resumes with; the last is returned.
+    """
     names: dict[str, Callable[..., SimpleNamespace]] = dict.fromkeys(("Cadence", "Async", "Outer"), _settings)
     names["Auto"] = lambda **options: _settings(moments=True, **options)
     policy = eval(leg.policy, names)  # type: ignore[arg-type]
     group = Group([first.twin() for _ in replicas], policy)
+    if momentum is not None:
+        group.momentum = momentum
     switches, found = _switches(leg), []
     for number in range(len(replicas[0][0])):
         if told["anchors"][number] == 0:
@@ -384,7 +394,7 @@ def _judge_windows(
             group.settle()
         samples = sum(counts)
         found.append([sum(losses) / samples if samples else math.nan, math.nan, samples])
-    return group.replicas[0], found
+    return group.replicas[0], found, group.momentum if policy.outer is not None else None
 
 
 def _settings(**options: Any) -> SimpleNamespace:

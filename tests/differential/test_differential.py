@@ -239,6 +239,18 @@ FOUND = {
     "an outer optimizer steps from the weights that were loaded": Case(
         rows=20, batch=6, legs=(Leg(world=1, until=2), Leg(world=2, policy=WINDOWS))
     ),
+    "an outer optimizer resumes with its momentum": Case(
+        rows=20, batch=4, legs=(Leg(world=2, policy=WINDOWS, until=2), Leg(world=2, policy=WINDOWS))
+    ),
+    "complex numbers drift apart and are corrected": Case(
+        model="vectors/6/mlp,complex/", dtype="float32", legs=(Leg(world=2, policy="Async(anchor=2, overlap=True)"),)
+    ),
+    "what Adam keeps of complex numbers is averaged": Case(
+        model="vectors/6/mlp,complex/",
+        dtype="float32",
+        optimizer="Adam(lr=0.01, eps=0.01)",
+        legs=(Leg(world=2, policy="Async(anchor=2, moments=True)"),),
+    ),
     "a worker of several stages saves the model's own parameters": Case(
         model="vectors/6/mlp,mlp,mlp/position",
         legs=(Leg(stages="Stages(protocol=Pipeline(micro_batch_size=3, schedule='interleaved'))"),),

@@ -16,7 +16,8 @@ from potluck.engine.moments import Moments, can_average, look_at_state
 from potluck.events import Decided, EpochDone
 from potluck.sharding.runs import FlatRun, Span
 from tests.parity.test_cadence import ROWS, make, state, through, whole
-from tests.parity.test_sync import OPTIMIZERS, flat
+from tests.parity.test_sync import OPTIMIZERS as KNOWN
+from tests.parity.test_sync import flat
 from tests.ranks import run_ranks
 
 BATCH, EPOCHS = 12, 3
@@ -29,6 +30,28 @@ POLICIES: dict[str, Any] = {
     "auto": Auto(together=0.2),
     "default": Cadence(anchor=3),
 }
+
+
+class Eager(torch.optim.Optimizer):
+    """Adagrad as older versions of torch have it: only its constructor begins the state."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["step"] += 1
+                state["sum"].addcmul_(parameter.grad, parameter.grad)
+                rate = self.param_groups[0]["lr"]
+                parameter.addcdiv_(parameter.grad, state["sum"].sqrt().add_(1e-10), value=-rate)
+
+
+OPTIMIZERS = KNOWN | {"eager": Eager}
 
 
 def ours(policy: Any, optimizer_name: str, micro: int | None = None, has_schedule: bool = True) -> dict[str, Any]:
@@ -72,7 +95,7 @@ def judge(policy: Any, optimizer_name: str, told: list[dict[str, Any]], has_sche
     world, averages = len(told), policy.moments is not False  # the policies here neither overlap nor have an outer one
     replicas = [make()[0] for _ in range(world)]
     optimizers = [OPTIMIZERS[optimizer_name](replica.parameters()) for replica in replicas]
-    peak, is_adam = optimizers[0].param_groups[0]["lr"], "adam" in optimizer_name
+    peak, is_divided = optimizers[0].param_groups[0]["lr"], optimizer_name != "sgd"
     x, y = make()[1]
     seen = 0
     for window, (anchor, planned) in enumerate(told[0]["planned"]):
@@ -84,7 +107,7 @@ def judge(policy: Any, optimizer_name: str, told: list[dict[str, Any]], has_sche
         else:
             own = -(-BATCH // world)
             steps = sum(p * p / own for p in planned) / sum(planned)
-            factor = sum(planned) / BATCH * math.sqrt(BATCH / own) / steps if averages and is_adam else 1.0
+            factor = sum(planned) / BATCH * math.sqrt(BATCH / own) / steps if averages and is_divided else 1.0
             for batches, part, replica, optimizer in zip(done, planned, replicas, optimizers, strict=True):
                 rows = 0
                 for batch in batches:
@@ -150,6 +173,7 @@ def average_moments(replicas: Any, optimizers: Any, weights: list[float]) -> Non
         ("together", "sgd", 3, 3),
         ("moments", "adamw", 2, None),
         ("moments", "sgd", 2, None),
+        ("moments", "eager", 2, None),
         ("both", "adamw_fused", 3, None),
         ("both", "adamw", 2, 2),
         ("sync", "adamw", 2, None),
@@ -186,6 +210,12 @@ def test_what_an_optimizer_keeps_is_known_before_it_steps(name: str, keys: set[s
     assert set(look_at_state(optimizer)) == keys
     assert not optimizer.state and torch.equal(parameter, torch.ones(3))
     assert can_average(optimizer)
+
+
+def test_what_only_the_constructor_begins_is_known_too() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    assert set(look_at_state(Eager([parameter]))) == {"step", "sum"}
+    assert can_average(Eager([parameter])) and torch.equal(parameter, torch.ones(3))
 
 
 def test_what_has_no_mean_is_not_averaged() -> None:

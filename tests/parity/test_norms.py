@@ -148,6 +148,8 @@ def test_a_norm_is_that_of_torch_and_finite_wherever_the_numbers_are() -> None:
     assert float(total_norm([torch.full((4,), 6e4, dtype=torch.float16)])) == pytest.approx(1.2e5, rel=1e-3)
     assert math.isinf(total_norm([tensors[0], torch.tensor([math.inf])]))
     assert math.isnan(total_norm([tensors[0], torch.tensor([math.nan])]))
+    small = torch.full((4,), 3e-25 + 4e-25j)
+    assert float(total_norm([small])) == pytest.approx(1e-24)
     assert float(total_norm([torch.zeros(3)])) == float(total_norm([])) == 0.0
 
 

@@ -421,3 +421,24 @@ def kept_part() -> str:
         except CheckpointError as refusal:
             return str(refusal)
     return "nothing"
+
+
+def test_complex_numbers_in_fewer_bits_are_a_sentence_and_travel_as_they_are_where_that_is_measured() -> None:
+    for said in run_ranks(2, coded_complex, "int8"):
+        assert said == "A trained parameter is complex, and wire = int8 codes real numbers. Leave out wire."
+    expected = plain(Net(("complex",)), mean_square)
+    for found in run_ranks(2, coded_complex, "auto"):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def coded_complex(wire: Any) -> Any:
+    model = Net(("complex",))
+    with potluck.init(policy=Sync(balance=False), wire=wire) as fleet:
+        try:
+            model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        except ConfigError as refusal:
+            return str(refusal)
+        assert not fleet.run.composition.wire_is_measured
+        train(fleet, model, mean_square)
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -200,11 +200,17 @@ class Engine(Handle):
         return replica
 
     def _settle_wire(self, model: nn.Module) -> None:
-        """Of what is not measured: windows code changes of float32 alone."""
+        """Refuses to code complex numbers. Of what is not measured: windows code changes of float32 alone."""
         run = self.run
+        trained = [each for each in model.parameters() if each.requires_grad]
+        if run.wanted.wire != "fp32" and any(map(torch.is_complex, trained)):
+            if run.wanted.wire != "auto":
+                raise ConfigError(
+                    f"A trained parameter is complex, and wire = {run.wanted.wire} codes real numbers. Leave out wire."
+                )
+            run.composition = replace(run.composition, wire="fp32", wire_is_measured=False)
         if run.wanted.wire != "auto" or run.composition.wire == "fp32":
             return
-        trained = [each for each in model.parameters() if each.requires_grad]
         if run.composition.window is not None and any(each.dtype != torch.float32 for each in trained):
             run.composition = replace(run.composition, wire="fp32")
         run.notice(f"With wire = auto, what workers agree on travels as {run.composition.wire} here.")

@@ -5,6 +5,7 @@ replica has no state of yet counts as zeros, and is begun with the mean.
 """
 
 import copy
+import inspect
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,13 @@ def look_at_state(optimizer: Optimizer, shape: tuple[int, ...] = (2,)) -> dict[s
     twin.param_groups = [{**group, "params": [probe]}]
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     with torch.enable_grad():
-        twin.step()
+        try:
+            twin.step()
+        except KeyError:  # its constructor begins the state, as Adagrad's does in older versions of torch
+            takes = inspect.signature(type(optimizer)).parameters  # not all that torch adds to the defaults itself
+            own = {key: value for key, value in optimizer.defaults.items() if key in takes}
+            twin = type(optimizer)([probe], **own)
+            twin.step()
     return dict(twin.state[probe])
 
 
@@ -169,7 +176,7 @@ class Moments:
         for parameter, key, piece in self._pieces():
             kept = self._state.get(parameter)
             if key in SECOND:  # a codec that rounds may have made a small one negative, and steps divide by its root
-                piece.clamp_(min=0.0)
+                (torch.view_as_real(piece) if piece.is_complex() else piece).clamp_(min=0.0)
             if kept:
                 kept[key].view_as(piece).copy_(piece)
             elif id(parameter) in counted:

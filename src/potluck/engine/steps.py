@@ -38,12 +38,13 @@ class Steps:
         self._copies = copies
         self._balance: Balance | None = None
         self._optimizer_s = self._waited_s = 0.0
-        self._wire: WireChoice | None = WireChoice() if run.composition.wire_is_measured else None
+        self._wire: WireChoice | None = None
 
     # Preparing
 
     def begin(self, replica: Replica) -> None:
-        if (choice := self._wire) is not None:
+        if self._run.composition.wire_is_measured:
+            choice = self._wire = WireChoice()
             self._run.standing_of.append(lambda: {"wire": choice.wire})
             self._run.on_stand.append(self._resume_wire)
 

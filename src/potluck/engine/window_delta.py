@@ -346,7 +346,7 @@ def difference_(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type != "cpu":
         return _compared_difference_(a, b)
     for own, other in zip(torch.split(a, AT_ONCE), torch.split(b, AT_ONCE), strict=True):  # they stay in the caches
-        if math.isfinite(own.sum()):
+        if own.sum().isfinite():
             own.sub_(other).add_(0.0)  # no -0, as of 0 and -0
         else:
             _compared_difference_(own, other)

@@ -293,5 +293,6 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _norm_in_float64(tensors: Sequence[Tensor]) -> float:
-    pieces = [piece for tensor in tensors for piece in torch.split(tensor.detach().reshape(-1), AT_ONCE)]
+    real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors)
+    pieces = [piece for tensor in real for piece in torch.split(tensor.detach().reshape(-1), AT_ONCE)]
     return math.sqrt(sum(float(wide(piece).square().sum()) for piece in pieces))
