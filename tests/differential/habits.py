@@ -92,7 +92,8 @@ class Loop:
     @torch.no_grad()
     def after_step(self, number: int, rows: Any) -> None:
         """`number`: of steps done. `rows`: some inputs."""
-        for habit in self.habits:
+        # The run's own average follows what a step gives, before the loop has it.
+        for habit in sorted(self.habits, key=lambda habit: habit != "ema"):
             if habit == "clamp":
                 for parameter in self.model.parameters():
                     if not parameter.is_complex():

@@ -122,6 +122,37 @@ def test_what_nobody_uses_stays_as_it_is_in_windows_too(tmp_path: Path) -> None:
     assert torch.equal(fleet.finish()["unused.weight"], build()[0].state_dict()["unused.weight"])
 
 
+def of_some(model: Any) -> torch.optim.Optimizer:
+    """One layer is stepped by nobody, and has a gradient all the same."""
+    held = [parameter for name, parameter in model.named_parameters() if not name.startswith("layers.1.")]
+    return torch.optim.SGD(held, lr=0.1)
+
+
+def train_some(fleet: Any) -> Any:
+    model, _, data = build(bare=True)
+    model, _, loader = fleet.prepare(model, of_some(model), data, batch_size=BATCH, seed=1)
+    for _ in fleet.epochs(EPOCHS):
+        for x, y in loader:
+            fleet.backward(F.cross_entropy(model(x), y), samples=len(x))
+            fleet.step()
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["ShardGradOp", "FullShard", "FullShard, uneven"])
+def test_what_no_optimizer_holds_counts_in_the_norm_of_windows(strategy: str, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    step, policy = StepConfig(clip=0.3), Cadence.published(**SHORT)
+    fleet.add_node("two", strategy=STRATEGIES[strategy], policy=policy, step=step, job=train_some)
+    assert_close(fleet.finish(), judge(fleet, optimizer_of=of_some, clip=0.3))
+
+
+def test_what_no_optimizer_holds_is_refused_where_steps_are_taken_together(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    two = fleet.add_node("two", strategy=ShardGradOp(), step=StepConfig(clip=0.3), job=train_some)
+    with pytest.raises(AssertionError, match=r"layers\.1\.0\.weight requires a gradient, and the optimizer does not"):
+        two[0].wait()
+
+
 # Coming and going
 
 

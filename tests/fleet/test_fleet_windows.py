@@ -1,8 +1,10 @@
 """Cadence and Async under a host: whoever comes, goes or lags, all hold the same weights after each window."""
 
 import copy
+import math
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from potluck.agree.policy import Async, Cadence, Outer, Windowed
 from potluck.data.rows import mix
@@ -40,7 +43,15 @@ SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2}
 
 
 def judge(
-    fleet: Fleet, epochs: int = EPOCHS, *, outer: Outer | None = None, workers: dict[int, int] | None = None
+    fleet: Fleet,
+    epochs: int = EPOCHS,
+    *,
+    outer: Outer | None = None,
+    workers: dict[int, int] | None = None,
+    optimizer_of: Callable[[nn.Module], Any] = lambda model: torch.optim.AdamW(
+        model.parameters(), lr=0.01, weight_decay=0.1
+    ),
+    clip: float = math.inf,
 ) -> dict[str, torch.Tensor]:
     """One process and no Potluck: each recorded range by a replica of its own, then their mean by rows.
 
@@ -58,12 +69,13 @@ def judge(
         mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         for start, end, worker in record.ranges:
             replica = copy.deepcopy(model)
-            own = torch.optim.AdamW(replica.parameters(), lr=0.01, weight_decay=0.1)
+            own = optimizer_of(replica)
             if worker in optimizers:
                 own.load_state_dict(optimizers[worker])
             for rows in torch.tensor_split(order[start:end], -(-(end - start) // size)):
-                own.zero_grad()
+                replica.zero_grad()
                 F.cross_entropy(replica(x[rows]), y[rows]).backward()
+                nn.utils.clip_grad_norm_(replica.parameters(), clip)
                 own.step()
             optimizers[worker] = own.state_dict()
             for name, parameter in replica.named_parameters():

@@ -379,6 +379,40 @@ def refused(stages: Any, options: dict[str, Any]) -> str:
     return "nothing"
 
 
+class Together(torch.optim.SGD):
+    """Looks at all parameters at once."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step(closure)
+
+
+def stepped_together(kind: str) -> str:
+    try:
+        with potluck.init(stages=PIPELINE) as fleet:
+            model, optimizer = make()
+            if kind == "class":
+                optimizer = Together(model.parameters(), lr=0.1)
+            elif kind == "hook":
+                optimizer.register_step_pre_hook(lambda *_: None)
+            model, _, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
+            if kind == "late hook":
+                optimizer.register_step_pre_hook(lambda *_: None)
+            for batch in loader:
+                fleet.train(loss_of, batch)
+                fleet.step()
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["hook", "late hook", "class"])
+def test_what_looks_at_all_parameters_in_a_step_is_refused_where_each_stage_has_some(kind: str) -> None:
+    sentence = {"class": "what it does to a parameter depends on the other parameters"}.get(kind, "has a step_pre_hook")
+    for said in run_ranks(2, stepped_together, kind):
+        assert sentence in said
+
+
 @pytest.mark.parametrize(
     ("stages", "options", "sentence"),
     [

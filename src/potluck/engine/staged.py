@@ -41,6 +41,8 @@ from potluck.link.grid import make_places
 from potluck.save.left_out import leave_out
 from potluck.save.saves import Standing
 from potluck.save.store_run import StoreRun, StoreSaves
+from potluck.sharding.runs import sees_nothing
+from potluck.sharding.whole_steps import check_can_split, check_hooks
 from potluck.stages.channel import Channel
 from potluck.stages.cut import CutStage, cut, give_up_foreign
 from potluck.stages.direct import GroupChannel
@@ -164,6 +166,11 @@ class StagedLayers:
         self, model: nn.Module, optimizer: Optimizer, rounds: "Rounds", options: dict[str, Any]
     ) -> Replica:
         run, places = self._run, self.places
+        if places.workers > 1:
+            check_can_split(optimizer)
+            check_hooks(optimizer)
+            # And those that come later.
+            optimizer.register_step_pre_hook(sees_nothing(lambda *_: check_hooks(optimizer)))
         source = options["source"]
         planner = StagePlanner(self._stages, places, run.device, source.batch_size)
         plan = self._plan = planner.agree(model, options["loss"], source.dataset, source.collate)

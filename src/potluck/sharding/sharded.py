@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.coded_numbers import Coding
-from potluck.errors import ConfigError
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, has_own_hooks, held_bytes, repoint, scaling, total_norm
-from potluck.sharding.united_optimizers import each_of
-from potluck.sharding.whole_steps import WholeSteps, names_stepped_whole
+from potluck.sharding.runs import FlatRun, held_bytes, repoint, scaling, total_norm
+from potluck.sharding.whole_steps import WholeSteps, check_hooks, names_stepped_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +238,8 @@ class Sharded:
                 parameter.grad = gradient
 
     def _check_hooks(self) -> None:
-        if self.collectives.world > 1 and any(map(has_own_hooks, (self.optimizer, *each_of(self.optimizer)))):
-            raise ConfigError(
-                f"{type(self.optimizer).__name__} has a step_pre_hook, which would see this rank's part of the gradient"
-                " alone, where the optimizer is split over ranks: a norm would be each rank's own. To clip by norm, use"
-                " StepConfig(clip=...). For anything else, derive a class from the optimizer and do it in its step(),"
-                " which then has whole parameters; or use NoShard."
-            )
+        if self.collectives.world > 1:
+            check_hooks(self.optimizer)
 
     def memory_bytes(self) -> dict[str, int]:
         """What this rank holds of the model between backward and step."""

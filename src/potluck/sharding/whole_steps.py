@@ -19,7 +19,7 @@ from potluck.errors import ConfigError
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.one_by_one import why_not_one_by_one
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import ELEMENTWISE, REASONS, FlatRun, Span, is_elementwise
+from potluck.sharding.runs import ELEMENTWISE, REASONS, FlatRun, Span, has_own_hooks, is_elementwise
 from potluck.sharding.united_optimizers import each_of
 
 
@@ -121,8 +121,19 @@ def check_can_split(optimizer: Optimizer) -> None:
             known = ", ".join(kind.__name__ for kind in (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon))
             raise ConfigError(
                 f"{name} cannot be sharded over ranges of the flattened parameters, nor parameter by parameter:"
-                f" {why}. Use one of {known}, another that steps each parameter by itself, or NoShard."
+                f" {why}. Use one of {known}, another that steps each parameter by itself, or NoShard without stages."
             )
+
+
+def check_hooks(optimizer: Optimizer) -> None:
+    """Of one whose parameters are on several ranks."""
+    if any(map(has_own_hooks, (optimizer, *each_of(optimizer)))):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has a step_pre_hook, which would see this rank's part of the gradient"
+            " alone, where the optimizer is split over ranks: a norm would be each rank's own. To clip by norm, use"
+            " StepConfig(clip=...). For anything else, derive a class from the optimizer and do it in its step(),"
+            " which then has whole parameters; or use NoShard, without stages."
+        )
 
 
 def names_stepped_whole(optimizer: Optimizer, group_names: Sequence[Sequence[str]]) -> set[str]:
