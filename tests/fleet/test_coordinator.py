@@ -227,7 +227,7 @@ def test_one_who_is_silent_and_keeps_averages_from_being_written_over_goes_and_g
     assert run.workers["w2"].weights == undisturbed(2 * STEPS)
 
 
-def test_a_host_that_paused_judges_nobodys_silence_before_it_has_read_for_as_long() -> None:
+def test_a_host_that_paused_judges_nobodys_silence_before_it_had_time_to_read() -> None:
     run = Fleet(workers=2, slice_s=1.0)
     run.run_until(lambda: run.core.standing.step >= 5, limit_s=60)
     core = run.core

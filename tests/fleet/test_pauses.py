@@ -89,7 +89,7 @@ def test_averages_that_a_stopped_worker_does_not_take_hold_nobody_until_patience
 ) -> None:
     """It goes long before that, is given the weights when it continues, and ends with those of the others."""
     monkeypatch.setattr(pipe, "LOOPBACK_BYTES", 1)  # the least that the system has, so that they do not fit the buffers
-    fleet = Fleet(tmp_path, patience_s=8.0, at_least=2)
+    fleet = Fleet(tmp_path, patience_s=20.0, at_least=2)
     epochs, steps = 6 * EPOCHS, 6 * STEPS
     _, sleeper = (fleet.add(name, slow_s=0.05, epochs=epochs, steps=steps) for name in ("a", "b"))
     fleet.wait_for_step(3)

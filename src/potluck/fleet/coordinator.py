@@ -22,7 +22,7 @@ from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
 from potluck.fleet.invite import is_right_secret
-from potluck.fleet.membership import WorkerPhase, WorkerRecord, beat_s
+from potluck.fleet.membership import PAUSE, WorkerPhase, WorkerRecord, beat_s
 from potluck.fleet.orders import Orders
 from potluck.fleet.plain_peers import PlainPeers
 from potluck.fleet.planning import StepUnderWay
@@ -320,7 +320,7 @@ class Coordinator(CoordinatorState):
         not be heard meanwhile must not be given up for it."""
         gap = now - self._ticked_at if self._ticked_at is not None else 0.0
         self._ticked_at = now
-        if gap > 2 * beat_s(self.patience_s):
+        if gap > PAUSE * beat_s(self.patience_s):
             self.awake_since = now
         if gap > self.patience_s / 4:
             self.membership.extend_deadlines(now, gap)

@@ -14,7 +14,7 @@ from potluck.events import WorkerCame
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Effect, Emit, Send
 from potluck.fleet.ledger import Range
-from potluck.fleet.membership import Membership, WorkerRecord
+from potluck.fleet.membership import PAUSE, Membership, WorkerRecord, beat_s
 from potluck.wire.messages import LET_GO, Refusal, Shutdown
 
 
@@ -114,7 +114,8 @@ class CoordinatorState:
     def is_silent(self, member: WorkerRecord) -> bool:
         """Longer than it has ever been: it may be gone, or asleep. A plain peer sends no heartbeats to tell that by."""
         limit_s = self.patience_s / 2 if member.plain else member.lateness.silence_limit_s(self.clock, self.patience_s)
-        return min(member.silent_s(self.clock), self.clock - self.awake_since) > limit_s
+        has_read = self.clock - self.awake_since > PAUSE * beat_s(self.patience_s)
+        return has_read and member.silent_s(self.clock) > limit_s
 
     def skip_ahead(self) -> None:
         """The step that was being computed again counts as it is on record."""
@@ -139,10 +140,10 @@ class CoordinatorState:
         """The connection is gone, whichever end closed it: the coordinator tells every machine."""
         raise NotImplementedError
 
-    def close(self, peer: int, why: str) -> list[Effect]:
+    def close(self, peer: int, why: str, *, is_silent: bool = False) -> list[Effect]:
         if (member := self.membership.members.get(peer)) is not None:
             member.goodbye = ""  # it does not go for the reason that it gave
-        return [Close(peer, why), *self.on_closed(self.clock, peer, why)]
+        return [Close(peer, why, is_silent), *self.on_closed(self.clock, peer, why)]
 
     def refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:
         """Refuses a peer. Without a sentence it hears nothing at all."""

@@ -44,6 +44,8 @@ class Send(Effect):
 class Close(Effect):
     peer: int
     why: str
+    is_silent: bool = False
+    """It would not hear what is still to be sent."""
 
 
 class Describe(Effect):

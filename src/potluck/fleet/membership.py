@@ -31,6 +31,8 @@ def beat_s(patience_s: float) -> float:
     return min(patience_s / 4, max(0.25, patience_s / 40))
 
 
+PAUSE = 2
+"""Times the longest silence between beats for which a host has not run before it judges anybody's, and then waits."""
 WATCHED = 10
 """Times `patience` in which a link's lateness is remembered, at least."""
 MOST_SILENT = 1024

@@ -187,7 +187,7 @@ class Server:
                 self._send(effect)
             case effects.Close():
                 log.info("peer %d is closed: %s", effect.peer, effect.why)
-                self._close(effect.peer)
+                self._close(effect.peer, is_silent=effect.is_silent)
             case effects.Describe():
                 self._describe(effect)
             case effects.Subscribe():
@@ -320,13 +320,15 @@ class Server:
         with self._lock:
             self._send(effects.Send(peer, message))
 
-    def _close(self, peer: int) -> None:
+    def _close(self, peer: int, *, is_silent: bool = False) -> None:
         connection = self.connections.get(peer)
         if connection is None:
             self._lobby.close(peer)
             return
         connection.revoke()
         connection.end()
+        if is_silent:
+            connection.close()
 
     # Time
 

@@ -87,7 +87,7 @@ class Stragglers:
             if any(m is not member and not run.is_silent(m) for m in run.membership.holders):
                 run.membership.remember_silence(member)
                 why = f"silent for {member.silent_s(run.clock):.1f} s, and the others waited for it to take averages"
-                effects += run.close(peer, why)
+                effects += run.close(peer, why, is_silent=True)
         return effects
 
     def _delivers_nothing(self, member: WorkerRecord) -> bool:
