@@ -36,6 +36,8 @@ class Loop:
         self.habits, self.model, self.optimizer = habits, model, optimizer
         self.timed = {int(word.partition("@")[2]): word.partition("@")[0] for word in habits if "@" in word}
         self.average: dict[str, Tensor] = {}
+        """That the loop keeps by itself."""
+        self.ema: dict[str, Tensor] = {}
         self._has_acted = False
 
     def begins_after(self, number: int) -> bool:
@@ -78,7 +80,7 @@ class Loop:
             elif habit == "load":
                 model.load_state_dict(make().state_dict())
             elif habit in ("average", "ema"):
-                self.average = {name: each.detach().clone() for name, each in model.named_parameters()}
+                setattr(self, habit, {name: each.detach().clone() for name, each in model.named_parameters()})
 
     def before_step(self) -> None:
         """After the last backward of the step."""
@@ -92,8 +94,9 @@ class Loop:
     @torch.no_grad()
     def after_step(self, number: int, rows: Any) -> None:
         """`number`: of steps done. `rows`: some inputs."""
-        # The run's own average follows what a step gives, before the loop has it.
-        for habit in sorted(self.habits, key=lambda habit: habit != "ema"):
+        if "ema" in self.habits:  # which is a part of the run's step, so what a loop does after it comes later
+            self._follow(self.ema)
+        for habit in self.habits:
             if habit == "clamp":
                 for parameter in self.model.parameters():
                     if not parameter.is_complex():
@@ -106,11 +109,14 @@ class Loop:
                 self.model.eval()
                 self.model(rows)
                 self.model.train()
-            elif habit in ("average", "ema"):
-                for name, parameter in self.model.named_parameters():
-                    self.average[name].lerp_(parameter.detach(), 1 - KEPT)
+            elif habit == "average":
+                self._follow(self.average)
         self._in_time(self.timed.get(number, ""))
         self._has_acted = True
+
+    def _follow(self, average: dict[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            average[name].lerp_(parameter.detach(), 1 - KEPT)
 
     def _in_time(self, habit: str) -> None:
         if habit == "freeze":

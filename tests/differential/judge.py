@@ -248,8 +248,7 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
         )
     expected.tensors, expected.average = _state(replica.model), replica.loop.average
     if "ema" in case.habits:
-        replica.model.load_state_dict(replica.loop.average, strict=False)
-        expected.average = {}
+        replica.model.load_state_dict(replica.loop.ema, strict=False)
     if not case.faults and not case.host and not any(kind in case.model for kind in BY_BATCH):
         expected.evaluated = replica.evaluate(_switches(case.legs[-1]))
     return expected

@@ -158,6 +158,23 @@ def test_such_a_part_is_trained_in_every_schedule(schedule: Any) -> None:
     check(sometimes, Stages(protocol=Pipeline(micro_batch_size=1, schedule=schedule), count=2), micro=1)
 
 
+class SomeTied(Sometimes):
+    """Beside parts that every stage has, a weight that only two of three have, and that comes before theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight = self.blocks[1].weight
+
+
+def some_tied() -> Case:
+    return SomeTied(), squares
+
+
+def test_stages_that_share_other_weights_than_their_neighbours_add_up_the_same_ones() -> None:
+    stages = Stages(protocol=Pipeline(micro_batch_size=MICRO), cuts=(2, 3))
+    check(some_tied, stages, ranks=3, micro=MICRO, steps=4)
+
+
 class Nested(nn.Module):
     """A plain nested Sequential, with layers that have no parameters, and that give their input."""
 

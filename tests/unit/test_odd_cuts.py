@@ -383,6 +383,35 @@ def test_where_lists_take_turns_the_largest_is_the_chain() -> None:
     assert [layer.name for layer in layers if layer.module is not None] == ["others.0", "others.1"]
 
 
+class Expert(nn.Module):
+    """Its own list has more parameters than any other, and not all of it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.experts[1](x))
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDE, WIDE), Expert(), nn.Linear(WIDE, WIDE)])
+        self.heads = nn.ModuleList([nn.Linear(WIDE, WIDE), nn.Bilinear(WIDE, WIDE, WIDE)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.heads[1](x, self.heads[0](x)) + self.heads[0](x)  # type: ignore[no-any-return]
+
+
+def test_layers_of_several_classes_are_a_chain_where_they_run_in_turn() -> None:
+    check(Mixed())
+    names = [layer.name for layer in survey(Mixed(), squares, numbers()) if layer.module is not None]
+    assert names == ["blocks.0", "blocks.1", "blocks.2"]
+
+
 def shared() -> nn.Module:
     linear, activation = nn.Linear(WIDE, WIDE), nn.Tanh()
     return nn.Sequential(linear, activation, nn.Linear(WIDE, WIDE), activation, linear, activation)

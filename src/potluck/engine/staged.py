@@ -41,8 +41,7 @@ from potluck.link.grid import make_places
 from potluck.save.left_out import leave_out
 from potluck.save.saves import Standing
 from potluck.save.store_run import StoreRun, StoreSaves
-from potluck.sharding.runs import sees_nothing
-from potluck.sharding.whole_steps import check_can_split, check_hooks
+from potluck.sharding.whole_steps import check_can_cut, check_hooks
 from potluck.stages.channel import Channel
 from potluck.stages.cut import CutStage, cut, give_up_foreign
 from potluck.stages.direct import GroupChannel
@@ -167,10 +166,8 @@ class StagedLayers:
     ) -> Replica:
         run, places = self._run, self.places
         if places.workers > 1:
-            check_can_split(optimizer)
+            check_can_cut(optimizer)
             check_hooks(optimizer)
-            # And those that come later.
-            optimizer.register_step_pre_hook(sees_nothing(lambda *_: check_hooks(optimizer)))
         source = options["source"]
         planner = StagePlanner(self._stages, places, run.device, source.batch_size)
         plan = self._plan = planner.agree(model, options["loss"], source.dataset, source.collate)
@@ -251,6 +248,8 @@ class StagedLayers:
 
     def reduce(self, replica: Replica) -> tuple[float, float, float]:
         run = self._run
+        if self.places.workers > 1:
+            check_hooks(replica.optimizer)  # one may have come after prepare()
         used = replica.used if self._ties.shared else frozenset()  # before what is not gets zeros, to be added to
         wait_s = replica.finish()
         started = time.perf_counter()

@@ -47,7 +47,8 @@ class Ties:
         order = sorted(self._holders)
         labels = {
             (name, source, target): Label(step, "tied", source, target, number)
-            for number, name in enumerate(order)
+            for number, name in enumerate(self.shared)  # by which all of them know it: one may have others too
+            if name in self._holders
             for source in self._holders[name]
             for target in self._holders[name]
         }

@@ -113,16 +113,31 @@ def check_can_split(optimizer: Optimizer) -> None:
         name = type(each).__name__
         if any(group.get("differentiable") for group in each.param_groups):
             raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
-        why = next((why for kind, why in REASONS.items() if isinstance(each, kind)), None)
-        if why is None and not (is_elementwise(each) or is_known_to_step_whole(each)):
-            why = why_not_one_by_one(each)
-            why = why and f"Potluck does not know that it treats each parameter by itself: {why}"
+        why = next((why for kind, why in REASONS.items() if isinstance(each, kind)), None) or _why_not(each)
         if why is not None:
             known = ", ".join(kind.__name__ for kind in (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon))
             raise ConfigError(
                 f"{name} cannot be sharded over ranges of the flattened parameters, nor parameter by parameter:"
                 f" {why}. Use one of {known}, another that steps each parameter by itself, or NoShard without stages."
             )
+
+
+def check_can_cut(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that looks at several parameters at once, of which stages have some each."""
+    for each in each_of(optimizer):
+        why = None if isinstance(each, torch.optim.SparseAdam) else _why_not(each)
+        if why is not None:
+            raise ConfigError(
+                f"{type(each).__name__} cannot step a model that is cut into stages, where each worker has some of the"
+                f" parameters: {why}. Use one that steps each parameter by itself, or train without stages."
+            )
+
+
+def _why_not(optimizer: Optimizer) -> str | None:
+    if is_elementwise(optimizer) or is_known_to_step_whole(optimizer):
+        return None
+    why = why_not_one_by_one(optimizer)
+    return why and f"Potluck does not know that it treats each parameter by itself: {why}"
 
 
 def check_hooks(optimizer: Optimizer) -> None:

@@ -31,20 +31,21 @@ class Chain:
     """What else the holders hold: other modules, and parameters of their own."""
 
 
-def find_chain(model: nn.Module, *, every: bool = False) -> Chain:
+def find_chain(model: nn.Module, *, every: bool = False, mixed: bool = False) -> Chain:
     """Of an nn.Sequential its children, else the blocks: the list of layers that holds most of the parameters.
 
-    `every`: all lists, one after the other, in the order in which the model has them.
+    `every`: all lists, one after the other, in the order in which the model has them. `mixed`: also lists of layers of
+    several classes, in the place of lists within them.
     """
     if is_sequential(model):
         names = _flat(model, "")
     else:
         lists: dict[str, list[str]] = {}
-        _collect(model, "", lists)
+        _collect(model, "", lists, mixed=mixed)
         if not lists:
             raise ConfigError(
                 f"{type(model).__name__} cannot be cut into stages: it is no nn.Sequential, and holds no nn.ModuleList"
-                " of at least two layers of one class and no nn.Sequential. Arrange its layers so."
+                " of at least two layers and no nn.Sequential. Arrange its layers so."
             )
         sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in lists}
         largest = max(sizes, key=sizes.__getitem__)
@@ -118,20 +119,20 @@ def _flat(module: nn.Module, path: str) -> list[str]:
     return names
 
 
-def _collect(module: nn.Module, path: str, found: dict[str, list[str]]) -> None:
+def _collect(module: nn.Module, path: str, found: dict[str, list[str]], *, mixed: bool) -> None:
     """The outermost lists of layers: a list within a layer, of experts or heads, is that layer's own business."""
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
         if is_sequential(child):
             names = _flat(child, where)
-        elif isinstance(child, nn.ModuleList) and len({type(one) for one in child}) == 1:
+        elif isinstance(child, nn.ModuleList) and (mixed or len({type(one) for one in child}) == 1):
             names = [f"{where}.{number}" for number in range(len(child))]
         else:
             names = []
         if len(names) >= 2 and any(True for _ in child.parameters()):
             found[where] = names
         else:
-            _collect(child, where, found)
+            _collect(child, where, found, mixed=mixed)
 
 
 BufferSlot = tuple[nn.Module, str]

@@ -29,14 +29,21 @@ def survey(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
 
     Nothing is timed. ConfigError if it cannot be cut, or if it gives another loss when it is.
     """
-    chain = find_chain(model)
-    every = find_chain(model, every=True)
-    if len(every.modules) > len(chain.modules):
+    tried: dict[tuple[str, ...], ConfigError] = {}
+    for every, mixed in ((True, True), (True, False), (False, True), (False, False)):
         try:
-            return _survey(model, every, loss_of, batch)
-        except ConfigError:  # they do not run one after the other: then the largest list is the chain
-            pass
-    return _survey(model, chain, loss_of, batch)
+            chain = find_chain(model, every=every, mixed=mixed)
+        except ConfigError as error:
+            tried = tried or {(): error}
+            continue
+        names = tuple(chain.modules)
+        if names in tried:
+            continue
+        try:
+            return _survey(model, chain, loss_of, batch)
+        except ConfigError as error:  # they do not run one after the other, as those of fewer lists may
+            tried[names] = error
+    raise list(tried.values())[-1]
 
 
 def _survey(model: nn.Module, chain: Chain, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:

@@ -229,8 +229,9 @@ class Watch:
         """The loss function has returned."""
         if self.done != len(self.links):
             raise ConfigError(
-                f"The loss function ran {self.done} of the model's {plural(len(self.links), 'layer')}, and each has to"
-                " run once. It has to run the model that it gets as its argument, and no other."
+                f"The loss function ran {self.done} of the model's {plural(len(self.links), 'layer')}"
+                f" ({self.links[0]} to {self.links[-1]}), and each has to run once. It has to run the model that it"
+                " gets as its argument, and no other."
             )
         self.events.append(TracedEvent("", self.done, False, {"value": None}, *self._behind(all_tensors(result))))
 

@@ -49,6 +49,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.uint8,
     torch.bool,
     torch.complex64,
+    torch.complex128,
 )
 """In the order in which headers count them: only ever add at the end."""
 
