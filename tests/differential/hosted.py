@@ -18,6 +18,7 @@ from torch import Tensor
 import potluck
 from potluck.errors import PotluckError
 from potluck.events import StepDone, StepSkipped
+from potluck.fleet.membership import WorkerPhase
 from tests.differential.cases import Case
 from tests.differential.data import given_data, plain_batches
 from tests.differential.habits import Loop, other_model
@@ -72,7 +73,11 @@ def _play(case: Case, fleet: Fleet, steps: int, deadline: float) -> None:
         "policy": potluck.Sync(),
         "step": _step_config(case),
     }
-    for number in range(int(begin)):
+    fleet.add(FIRST, **options)
+    while not _is_here(fleet) and fleet.workers[0].process.is_alive():  # else the others may have ended the run
+        _check(fleet, deadline)
+        time.sleep(0.01)
+    for number in range(1, int(begin)):
         fleet.add(f"w{number}", **options)
     for happening in happenings:
         what, _, step = happening.partition("@")
@@ -91,6 +96,12 @@ def _play(case: Case, fleet: Fleet, steps: int, deadline: float) -> None:
         raise Failed("CRASH", f"{FIRST} has ended without its last step: {fleet.describe()}")
 
 
+def _is_here(fleet: Fleet) -> bool:
+    """Whether the worker that stays has built its model and takes part."""
+    members = list(fleet.server.core.membership.members.values())
+    return fleet.server.core.standing.step > 0 or any(member.phase is not WorkerPhase.GREETED for member in members)
+
+
 def _wait(fleet: Fleet, deadline: float, step: int) -> bool:
     """Until the run has done this step; False if it has ended."""
     while fleet.server.core.standing.step < step:
@@ -104,7 +115,7 @@ def _wait(fleet: Fleet, deadline: float, step: int) -> bool:
 def _check(fleet: Fleet, deadline: float) -> None:
     for path in fleet.folder.glob("*.error"):
         text = path.read_text()
-        if "The run has ended" in text:  # it came too late
+        if not text or "The run has ended" in text:  # it is not written yet; or the worker came too late
             continue
         if "Refused: " not in text:
             raise Failed("CRASH", f"{path.stem}: {text}")

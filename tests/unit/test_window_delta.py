@@ -127,6 +127,8 @@ def test_in_the_middle_of_a_window_others_see_what_was_agreed_on() -> None:
 def test_parameters_that_cannot_travel_are_refused() -> None:
     with pytest.raises(ConfigError, match="is float64, and what is trained travels to a host as float32"):
         Worker(nn.Linear(2, 2).double())
+    with pytest.raises(ConfigError, match=r"is complex64, and .*Keep it as pairs of real numbers"):
+        Worker(nn.Linear(2, 2, dtype=torch.complex64))
 
 
 # Overlap under a host

@@ -355,6 +355,11 @@ def check_float32(trained: Sequence[Tensor | Spec]) -> None:
     wrong = next((p.dtype for p in trained if p.dtype != torch.float32), None)
     if wrong is not None:
         what = f"{wrong}".removeprefix("torch.")
+        if wrong.is_complex:
+            raise ConfigError(
+                f"A trained parameter is {what}, and what is trained travels to a host as float32. Keep it as pairs of"
+                " real numbers, with torch.view_as_real(), and use torch.view_as_complex() in forward()."
+            )
         split = " in a model that is split over ranks" if wrong == torch.bfloat16 else ""
         raise ConfigError(
             f"A trained parameter is {what}{split}, and what is trained travels to a host as float32. Keep it in"
