@@ -69,7 +69,9 @@ class Replica:
         self.losses: list[float] = []
 
     def skip(self) -> list[float]:
-        """A step that overflowed, of which only the run knows."""
+        """A step that overflowed, of which only the run knows. The loop's schedule goes on, as with any step."""
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.done += 1
         return [math.nan, math.nan, 0.0]
 
