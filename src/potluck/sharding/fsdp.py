@@ -5,7 +5,8 @@ DTensor's overhead. Between ranks of Gloo our own collectives are used (collecti
 
 By itself fully_shard begins a gather when this rank's forward comes to a module, and sums the gradients that this rank
 has; where ranks run other modules than the rest, it adds up what does not belong together. FullyShardedUnits makes it
-begin its collectives in an order that all ranks share (passes.py). This is the one place that knows its insides.
+begin its collectives in an order that all ranks share (passes.py). This is the one place that knows its insides,
+beside what outputs.py does with outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -27,6 +28,7 @@ from potluck.errors import ConfigError
 from potluck.sharding.absent import SplitPlace, check_unwritten, name_of, name_parameter, refuse_replacements, watch
 from potluck.sharding.blocks import untied
 from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
+from potluck.sharding.outputs import hook_fully_sharded
 from potluck.sharding.passes import Lasts, Passes
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes, sparse_gradient, stays_whole
@@ -351,6 +353,7 @@ class FullySharded(Sharded):
             mark_split(part, name)
         for module in self._modules:
             vars(module)["__deepcopy__"] = refuse_copy
+            hook_fully_sharded(module, _state(module), _groups(module))
             refuse_replacements(module, [place for group in _groups(module) for place in _places(group)])
         self._point_optimizer(parts, number, held)
         self._whole: list[tuple[Tensor, int]] = []

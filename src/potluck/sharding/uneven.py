@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.sharding.absent import SplitPlace, refuse_replacements
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.optimizer_shard import weights_for
+from potluck.sharding.outputs import kept_by, later, tensors_of
 from potluck.sharding.passes import Lasts, Passes
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, claim, group_names, homes, run_of, stays_whole
@@ -294,16 +295,18 @@ class UnevenShards(Sharded):
     def _after_forward(self, unit: ParamGroup, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_backward:
             return  # computed again: its backward comes at once
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors, hides = tensors_of(output)
+        tensors += kept_by(module) if unit is not self._root else []
         # One that it only hands on is of a block before it, whose backward comes when this block's is over.
-        own = [each for each in tensors if each.grad_fn is not None and each.grad_fn._sequence_nr() >= unit.began]
-        ends_here = not torch.is_grad_enabled() or (bool(tensors) and not any(t.requires_grad for t in tensors))
+        own = later(tensors, unit.began)
+        nothing_to_come = bool(tensors) and not hides and not any(each.requires_grad for each in tensors)
+        ends_here = not torch.is_grad_enabled() or nothing_to_come
         if unit is self._root:
             self._passes.end("forward")
         if not ends_here:
             self._hook_outputs(unit, own)
         # Tensors that we cannot find we cannot hook: then nothing would gather the unit again before its backward.
-        if (ends_here and not (unit is self._root and self._in_loss)) or (own and unit is not self._root):
+        if (ends_here and not (unit is self._root and self._in_loss)) or (own and not hides and unit is not self._root):
             unit.release()
         elif unit is self._root:
             unit.watch()
