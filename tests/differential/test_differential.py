@@ -290,6 +290,16 @@ FOUND = {
     "a loop's own write is refused where it is first done": Case(
         habits=("clamp",), legs=(Leg(world=2, strategy="FullShard(weights=(2.0, 1.0))"),)
     ),
+    "a loss with a weight of its own is evaluated in stages that are split": Case(
+        model="vectors/6/mlp,mlp/learned",
+        legs=(
+            Leg(
+                world=4,
+                strategy="FullShard(weights=(1.0, 2.0, 3.0, 1.0))",
+                stages="Stages(protocol=Pipeline(micro_batch_size=5), count=2)",
+            ),
+        ),
+    ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
     ),

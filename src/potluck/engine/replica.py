@@ -225,8 +225,12 @@ class Replica:
 
     def loss(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
         """What the loss function gives; all of it is computed in the precision that was asked for."""
-        with explain_single_rows(), autocast(self.device, self.config):
+        with self.in_loss(), explain_single_rows(), autocast(self.device, self.config):
             return loss_of(self.model, batch)
+
+    def in_loss(self) -> AbstractContextManager[None]:
+        """While a loss function runs."""
+        return nullcontext()
 
     def _prepare_sums(self) -> None:
         if self.within.world > 1:

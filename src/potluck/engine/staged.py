@@ -92,7 +92,7 @@ class _Work:
         one, loss_of, replica = self.micros[micro], self.loss_of, self._replica
         assert loss_of is not None
         kept = nullcontext() if one.weight else replica.buffers_kept()
-        with kept, explain_single_rows(), autocast(replica.device, replica.config):
+        with kept, replica.in_loss(), explain_single_rows(), autocast(replica.device, replica.config):
             found = self._run(lambda: self._stage.run(loss_of, one.batch, received or None, seed=one.seed))
         if not self._stage.is_last:
             return tuple(found)
