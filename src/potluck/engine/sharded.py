@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from potluck.coded_numbers import Coding
 from potluck.engine.replica import Agreed, Replica
@@ -29,10 +30,10 @@ from potluck.tensor_bytes import buffer
 
 
 def _needs_float32(model: nn.Module) -> bool:
-    """Whether torch computes with parameters and float32 buffers at once, and wants both of one type: statistics of
-    BatchNorm, vectors of either spectral_norm. Autocast alone will do."""
+    """Whether autocast alone has to do. BatchNorm wants parameters of its statistics' type; and weights that are computed
+    from others, by a norm or a parametrization, are so in float32: torch.matrix_exp is NaN in bf16."""
     return find_batch_norm(model) is not None or any(
-        isinstance(each, SpectralNorm | _SpectralNorm)
+        isinstance(each, SpectralNorm | WeightNorm | ParametrizationList)
         for module in model.modules()
         for each in (module, *module._forward_pre_hooks.values())
     )
