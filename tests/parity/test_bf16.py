@@ -149,3 +149,22 @@ def test_a_loss_in_bf16_is_weighted_by_all_digits_of_its_samples() -> None:
     fleet.backward(loss, samples=257)  # 256 in bf16
     event = fleet.step()
     assert event is not None and event.loss == loss.item()
+
+
+def narrow(strategy: Any) -> dict[str, Tensor]:
+    """A model whose parameters are bf16 too."""
+    with potluck.init(strategy=strategy, step=BF16, policy=STILL) as fleet:
+        model, _ = make()
+        model.bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
+        for batch in loader:
+            fleet.train(loss_of, batch)
+            fleet.step()
+        return fleet.state_dict()
+
+
+def test_gradients_of_bf16_parameters_have_arrived_when_full_shard_rounds_them() -> None:
+    expected, found = (run_ranks(2, narrow, strategy)[0] for strategy in (NoShard(), FullShard()))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0.05, atol=0.02)  # bf16 has 8 bits

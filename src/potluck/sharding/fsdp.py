@@ -320,8 +320,10 @@ class FullySharded(Sharded):
         blocks = untied(model, wanted.blocks)
         self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
         self._lent = GlooCollectives(self.collectives) if _is_gloo(self.collectives.group, mesh.device_type) else None
-        # What a reduction gives is read at once: summed over nodes, or copied to a GPU on a stream of its own.
-        self._must_wait = mesh.device_type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1)
+        # What a reduction gives is read at once: summed over nodes, copied to a GPU on a stream of its own, or rounded
+        # to the type of its parameters.
+        is_rounded = wanted.bf16 and any(each.dtype != torch.float32 for each in model.parameters())
+        self._must_wait = mesh.device_type == "cuda" or (mesh.ndim == 2 and mesh.size(0) > 1) or is_rounded
         whole = dict(model.named_parameters())
         home = homes(optimizer)
         held = {name: parameter for name, parameter in whole.items() if id(parameter) in home}
