@@ -30,8 +30,8 @@ from potluck.tensor_bytes import buffer
 
 
 def _needs_float32(model: nn.Module) -> bool:
-    """Whether autocast alone has to do. BatchNorm wants parameters of its statistics' type; and weights that are computed
-    from others, by a norm or a parametrization, are so in float32: torch.matrix_exp is NaN in bf16."""
+    """Whether autocast alone has to do. BatchNorm wants parameters of its statistics' type; and weights that a norm or
+    a parametrization makes of others are computed in float32: torch.matrix_exp is NaN in bf16."""
     return find_batch_norm(model) is not None or any(
         isinstance(each, SpectralNorm | WeightNorm | ParametrizationList)
         for module in model.modules()
