@@ -145,7 +145,7 @@ def check_hooks(optimizer: Optimizer) -> None:
     if any(map(has_own_hooks, (optimizer, *each_of(optimizer)))):
         raise ConfigError(
             f"{type(optimizer).__name__} has a step_pre_hook, which would see this rank's part of the gradient"
-            " alone, where the optimizer is split over ranks: a norm would be each rank's own. To clip by norm, use"
+            " alone, where its parameters are on several ranks: a norm would be each rank's own. To clip by norm, use"
             " StepConfig(clip=...). For anything else, derive a class from the optimizer and do it in its step(),"
             " which then has whole parameters; or use NoShard, without stages."
         )
