@@ -300,6 +300,12 @@ FOUND = {
             ),
         ),
     ),
+    "an average begins with weights that were loaded after prepare()": Case(
+        habits=("load", "ema"), legs=(Leg(world=2, strategy="ShardGradOp()", switches="offload_optimizer=True"),)
+    ),
+    "layers hear in which form the weights are that a split model loads": Case(
+        model="vectors/4/mlp,oldspectralnorm/", habits=("load",), legs=(Leg(strategy="FullShard(weights=(1.0,))"),)
+    ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
     ),

@@ -5,6 +5,7 @@ shadowed on the one instance; its copies and what is pickled of it have their cl
 """
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -95,7 +96,11 @@ class _LoadWhole(_Shadow):
                     f"model.load_state_dict() was given {name} of shape {tuple(tensor.shape)}, and the model's is"
                     f" {shape}."
                 )
-        rest = {name: tensor for name, tensor in state_dict.items() if tied.get(name, name) not in sharded.split}
+        rest = OrderedDict(
+            (name, tensor) for name, tensor in state_dict.items() if tied.get(name, name) not in sharded.split
+        )
+        if hasattr(state_dict, "_metadata"):  # by which layers know the form of what they load, as spectral norms do
+            vars(rest)["_metadata"] = state_dict._metadata
         found = self.plain(rest, strict=False)
         missing = [name for name in found.missing_keys if tied.get(name, name) not in parts]
         if strict and (missing or found.unexpected_keys):

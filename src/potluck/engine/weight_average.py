@@ -34,6 +34,7 @@ class WeightAverage:
         self._as_agreed = as_agreed
         self._is_applied = False
         replica = run.prepared()
+        replica.before_parts_are_used()
         optimizer, outer = replica.optimizer, replica.outer
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._tensors: list[Tensor] = [parameter.data for parameter in trained]
