@@ -1,5 +1,6 @@
 """bf16 is autocast around the whole loss: the numbers are those of PyTorch's usual loop, and losses are float32."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import potluck
 from potluck import FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, StepConfig
 from potluck.data.rows import mix
 from potluck.engine import stage_planner
+from potluck.engine.switches import switch_on
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
 from tests.quick import first_of
@@ -168,3 +170,24 @@ def test_gradients_of_bf16_parameters_have_arrived_when_full_shard_rounds_them()
     expected, found = (run_ranks(2, narrow, strategy)[0] for strategy in (NoShard(), FullShard()))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0.05, atol=0.02)  # bf16 has 8 bits
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    parts: list[Tensor]
+
+
+class Told(Net):
+    def forward(self, tokens: Tensor) -> Any:
+        found = super().forward(tokens)
+        return Output(found, [found, tokens])
+
+
+def test_a_model_that_gives_a_dataclass_gives_float32_too() -> None:
+    model = Told()
+    switch_on(model, torch.device("cpu"), BF16)
+    given = model(data()[:2])
+    assert isinstance(given, Output)
+    assert given.logits.dtype == given.parts[0].dtype == torch.float32 and given.parts[1].dtype == torch.int64
+    assert given.logits.requires_grad

@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from potluck.engine.compiling import AnyRows
 from potluck.errors import ConfigError
 from potluck.sharding.blocks import find_blocks, is_staged
+from potluck.stages.forms import map_tensors
 
 Precision = Literal["fp32", "bf16", "fp16"]
 HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,7 +138,7 @@ def _autocast_forward(forward: Callable[..., Any], device: torch.device, config:
         is_around = torch.is_autocast_enabled(device.type)
         with autocast(device, config):
             output = forward(*args, **kwargs)
-        return output if is_around else tree_map_only(Tensor, _widen, output)
+        return output if is_around else map_tensors(_widen, output)
 
     return run
 
