@@ -331,6 +331,30 @@ def test_a_step_of_before_the_run_went_back_is_not_the_one_that_has_its_number_n
     assert run.member("w0").applied == 0 and bool(admitted.wait) == plain_peers
 
 
+@pytest.mark.parametrize("does_host_crash", [False, True])
+def test_weights_of_before_the_run_began_anew_are_not_those_of_a_checkpoint_with_their_number(
+    does_host_crash: bool,
+) -> None:
+    """What was agreed on is forgotten as the run resumes from it, and nobody has told its digest yet."""
+    run = Fleet(workers=1, description=WINDOWED, save_every=2)
+    run.run_until(lambda: run.core.saving.is_last_kept)
+    run.workers["w0"].kill()
+    newcomer = run.add("w1", description=WINDOWED, latency_s=0.5)
+    run.run_until(lambda: run.restores == 1)
+    if does_host_crash:
+        run.crash_host(back_after_s=0.1)
+        run.run_for(0.2)
+    step, line = run.standing().step, run.stranger()
+    stale = replace(ready(step=step, holds=1), digest="of another life", description=WINDOWED.to_json())
+    for message in (hello("away"), stale):
+        line.send(message)
+    run.run_for(0.1)
+    (admitted,) = [message for message in line.received if isinstance(message, Admitted)]
+    assert step == 2 and admitted.wait and newcomer.state.step == 0
+    line.close()
+    run.finish()
+
+
 def test_a_window_does_not_end_before_rows_of_which_a_lost_worker_has_sent_something() -> None:
     """It has told all of its part, and died while it sent that; who was given it leaves in its middle, as the last."""
     described = replace(WINDOWED, settings=settings_of(Cadence.published(anchor=3)), batch=6)

@@ -109,7 +109,7 @@ class Weights:
             skipped += self.plain_peers.skip(run.ahead.step)
         step = run.standing.step
         is_origin = not ready.holds and step == 0
-        if is_origin or (holds and ready.step == step):
+        if is_origin or (holds and ready.step == step and self._is_as_kept(ready)):
             return [*skipped, *self._admit(member, ready, since=step + 1)]
         if ready.holds and not step:
             return run.refuse(
@@ -135,6 +135,11 @@ class Weights:
             return True
         came = 1 + sum(bool(theirs.holds) for _, theirs in self.waiting)
         return self._is_anybody_expected(besides=came)
+
+    def _is_as_kept(self, ready: Ready) -> bool:
+        """Whether weights of the last step may be taken for those of its checkpoint, if there is one: a run that has
+        begun anew comes to the same number with other bits, and what was agreed on is forgotten where it goes back."""
+        return self._is_repeatable or not self.saving.is_last_kept or self.digests.is_agreed(ready)
 
     @property
     def _is_repeatable(self) -> bool:
