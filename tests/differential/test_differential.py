@@ -222,6 +222,13 @@ FOUND = {
         model="tokens/4/attention,attention,attention/twins",
         legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=1, schedule='zero-bubble'), cuts=(1,))"),),
     ),
+    "a layer with a hook on it, which makes its output a view, cuts no backward in two": Case(
+        model="vectors/8/mlp,mlp,mlp/",
+        habits=("hook-module",),
+        legs=(
+            Leg(world=3, stages="Stages(protocol=Pipeline(micro_batch_size=2, schedule='zero-bubble'), cuts=(1, 2))"),
+        ),
+    ),
     "a loop may end after a step of which a worker has no rows": Case(
         model="images/8/conv,conv/counter",
         rows=10,

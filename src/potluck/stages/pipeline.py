@@ -218,9 +218,12 @@ def _pass_over(kept: _Kept) -> tuple[Tensor, ...]:
 def can_come_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
     """Whether the gradients of the weights can come later than those of the inputs, with each computed once.
 
-    Not where a weight is used twice: what one use adds would be added again on the way through the other. And not
-    where a piece of the graph is compiled, which can run backward only once.
+    Not where a weight is used twice: what one use adds would be added again on the way through the other. Not where a
+    piece of the graph is compiled, or has hooks on a module, which can run backward only once. And not where an output
+    is a view, since torch cuts the graph at the outputs themselves, which it cannot do to a view.
     """
+    if any(tensor._is_view() for tensor in outputs):
+        return False
     ends = {_node(tensor) for tensor in inputs if tensor.requires_grad}
     carries: dict[Any, bool] = dict.fromkeys(ends, True)  # whether a node leads to an input
     uses: Counter[Any] = Counter()
@@ -229,7 +232,7 @@ def can_come_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
         node = waiting[-1]
         following = [] if node in ends else [child for child, _ in node.next_functions if child is not None]
         if node not in carries:
-            if type(node).__name__.startswith("CompiledFunction"):
+            if type(node).__name__.startswith(("CompiledFunction", "BackwardHookFunction")):
                 return False
             carries[node] = False
             uses.update(following)
