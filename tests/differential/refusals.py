@@ -32,6 +32,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     r"The gradient of \S+ is sparse, and sparse gradients cannot be averaged": ("sparse",),
     r"\S+ is an embedding with max_norm": ("maxnorm",),
     r"A trained parameter is complex64, and what is trained travels to a host": ("complex",),
+    r"A trained parameter is complex, and wire = \w+ codes real numbers": ("complex",),
     # Of settings that do not go together.
     r"strategy\.weights is 0 for every worker that holds stage": ("weights",),
     r"A batch of \d+ does not fit \d+ workers": ("shares",),
