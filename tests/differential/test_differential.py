@@ -222,9 +222,9 @@ FOUND = {
         model="tokens/4/attention,attention,attention/twins",
         legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=1, schedule='zero-bubble'), cuts=(1,))"),),
     ),
-    "a layer with a hook on it, which makes its output a view, cuts no backward in two": Case(
+    "stages with hooks on a layer, which make its output a view, or on a weight cut no backward in two": Case(
         model="vectors/8/mlp,mlp,mlp/",
-        habits=("hook-module",),
+        habits=("hook-module", "hook-mask"),
         legs=(
             Leg(world=3, stages="Stages(protocol=Pipeline(micro_batch_size=2, schedule='zero-bubble'), cuts=(1, 2))"),
         ),

@@ -157,17 +157,18 @@ class PipelineRunner:
         if action.stage == 0:  # nobody waits for it: all of it comes with the weights
             kept.groups = pairs
             return ()
-        if not can_come_apart([tensor for tensor, _ in pairs], kept.received):
+        outputs = [tensor for tensor, _ in pairs]
+        weights = self._stages[action.stage].weights()
+        if any(map(_calls_others, weights)) or not can_come_apart(outputs, kept.received):
             with self._timed("busy_s"):
                 _backward(pairs)
             kept.groups = []
             return _gradients_of(kept.received)
         from torch.distributed.pipelining._backward import stage_backward_input
 
-        outputs, gradients = [list(each) for each in zip(*pairs, strict=True)] if pairs else ([], [])
-        weights = iter(self._stages[action.stage].weights())
+        gradients = [gradient for _, gradient in pairs]
         with self._timed("busy_s"):
-            _, kept.groups = stage_backward_input(outputs, gradients, list(kept.received), weights)
+            _, kept.groups = stage_backward_input(outputs, gradients, list(kept.received), iter(weights))
         return _gradients_of(kept.received)
 
     def _backward_weights(self, action: Action) -> tuple[Tensor, ...]:
@@ -241,6 +242,12 @@ def can_come_apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
             waiting.pop()
             carries[node] |= any(carries[child] for child in following)
     return all(carries[node] or many == 1 for node, many in uses.items())
+
+
+def _calls_others(weight: nn.Parameter) -> bool:
+    """Whether somebody else's hook awaits its gradient: torch's backward of weights alone would not call it."""
+    hooks = weight._post_accumulate_grad_hooks or {}
+    return any(not (getattr(hook, "__module__", None) or "").startswith("potluck.") for hook in hooks.values())
 
 
 def _node(tensor: Tensor) -> Any:
