@@ -313,6 +313,39 @@ def test_second_derivatives_and_blocks_that_hand_on_their_input_train_as_in_one_
     check(Skipping, gradient_penalty, kind)
 
 
+def test_second_derivatives_are_taken_where_one_rank_has_all_parts() -> None:
+    state = run_ranks(1, split, Skipping, gradient_penalty, FullShard())[0]
+    for name, expected in plain(Skipping(), gradient_penalty).items():
+        torch.testing.assert_close(state[name], expected, rtol=1e-9, atol=1e-9)
+
+
+def forward_first(strategy: Any) -> dict[str, Tensor]:
+    """Two forwards, and then their backwards, as in the schedules of stages."""
+    model: Any = usual()
+    with potluck.init(strategy=strategy, policy=Sync(balance=False)) as fleet:
+        model, _ = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        x, y = (part[fleet.rank : 8 : fleet.world] for part in rows())
+        half = len(x) // 2
+        losses = [with_its_weights(model, x[part], y[part]) for part in (slice(0, half), slice(half, None))]
+        fleet.backward(losses[0], samples=half, last=False)
+        fleet.backward(losses[1], samples=len(x) - half)
+        fleet.step()
+        return fleet.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"), [(1, FullShard()), (2, FullShard()), (2, FullShard(weights=(1.0, 2.0)))], ids=str
+)
+def test_weights_in_a_loss_are_there_in_its_backward_also_after_that_of_another(world: int, strategy: Any) -> None:
+    model = usual()
+    x, y = (part[:8] for part in rows())
+    with_its_weights(model, x, y).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    state = run_ranks(world, forward_first, strategy)[0]
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(state[name], expected, rtol=1e-9, atol=1e-9)
+
+
 def unequal(strategy: Any) -> str:
     model = usual()
     with potluck.init(strategy=strategy, policy=Sync(balance=False)) as fleet:

@@ -59,7 +59,7 @@ class FullyShardedUnits:
         """
         self._over, self._before_sum, self._gathers_ahead = over, before_sum, gathers_ahead
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._roots = _groups(model)
+        self._state, self._roots = _state(model), _groups(model)
         self._groups = [group for block in dict.fromkeys(blocks) for group in _groups(block)]
         self._own_unshard = [group.unshard for group in self._groups]
         self._sum_of = {id(group): group.post_backward for group in (*self._groups, *self._roots)}
@@ -92,7 +92,7 @@ class FullyShardedUnits:
         for root in self._roots:
             root.post_backward = lambda *unused: None  # type: ignore[method-assign]
             root._backward_prefetch = self._before_backward  # type: ignore[method-assign]
-        self._end = _state(model)._root_post_backward_final_callback
+        self._end = self._state._root_post_backward_final_callback
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 state = _state(module)
@@ -142,14 +142,15 @@ class FullyShardedUnits:
         self._end_backward()
         self._end()
 
-    def _start_backward(self) -> None:
-        # Another backward may have come since this one's forward, and let go of the root: then every rank gathers it
-        # here, also one that has no backward of its own.
+    def _gather_roots(self) -> None:
         for root in self._roots:
             if not root.is_unsharded:
                 with root.use_training_state(TrainingState.PRE_BACKWARD):
                     root.unshard(root.unshard_async_op)
                     root.wait_for_unshard()
+
+    def _start_backward(self) -> None:
+        self._gather_roots()
         gradient = self._trained.sharded_param.grad if self._trained is not None else None
         self._is_aside = gradient is not None and not isinstance(gradient, DTensor)  # it is sealed: engine/seal.py
         self._passes.start("backward")
@@ -158,6 +159,10 @@ class FullyShardedUnits:
     def announce(self, *, last: bool) -> None:
         """Before a backward of the step."""
         self.has_ended, self.lasts.last = False, last
+        # Another backward may have come since this one's forward, and let go of the root, of which a loss may have
+        # used something by itself: every rank gathers it again, also one that has no backward of its own.
+        if self._state._is_root is not None:  # torch sets it in the first forward
+            self._gather_roots()
         if self._makes_graph:
             # The gradient of a gradient reads parameters before any block says that its backward begins.
             self._start_backward()
@@ -346,7 +351,7 @@ class FullySharded(Sharded):
         if not wanted.mean and mesh.size() > 1:  # of one, the sum is the mean, and dividing it by 1 takes time
             for module in self._modules:
                 sum_gradients(module)
-        self._units = self._in_order(blocks, mesh) if mesh.size() > 1 else None
+        self._units = self._in_order(blocks, mesh)
         self._summed: set[object] = set()
         """Units whose gradients of this step are under way already, or have arrived."""
         parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
@@ -451,23 +456,18 @@ class FullySharded(Sharded):
         self._whole = []
         if self._lent is not None:
             self._lent.finish()
-            self._lent.arm(waits=self._must_wait or self._units is None)
-        if self._units is not None:
-            self._units.announce(last=last)
+            self._lent.arm(waits=self._must_wait)
+        self._units.announce(last=last)
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        if self._units is not None:
-            if not self._units.has_ended:
-                self._units.take_part()
-            self._units.lasts.check()
+        if not self._units.has_ended:
+            self._units.take_part()
+        self._units.lasts.check()
 
     @property
     def used(self) -> Set[str]:
-        if self._units is not None:
-            return self._units.used
-        pairs = zip(self.runs, self._sources, strict=True)
-        return {run.span.name for run, source in pairs if source.grad is not None}
+        return self._units.used
 
     def drop_unused(self) -> None:
         """Of those that other stages have too. What else no rank has used has no gradient since finish()."""
@@ -492,7 +492,7 @@ class FullySharded(Sharded):
                 name = run.span.name
                 if name in self.tied_names:
                     source.grad = torch.zeros_like(source) if source.grad is None else source.grad
-                elif self._units is not None and name not in self._units.used:
+                elif name not in self._units.used:
                     source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
                 run.parameter.grad = None if source.grad is None else _flat(source.grad)
             for run, source in self._unstepped:
@@ -516,8 +516,7 @@ class FullySharded(Sharded):
             for run, source in (*zip(self.runs, self._sources, strict=True), *self._unstepped):
                 run.parameter.grad = source.grad = None
         self._summed.clear()
-        if self._units is not None:
-            self._units.used.clear()
+        self._units.used.clear()
 
 
 def _flat(part: Tensor) -> Tensor:

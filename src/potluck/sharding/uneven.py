@@ -94,9 +94,10 @@ class UnevenShards(Sharded):
         self.end_backward()
         self._root.check_unwritten()
         self._is_owed, self._lasts.last = True, last
-        if self._makes_graph:
-            # The gradient of a gradient reads parameters before any block says that its backward begins.
-            with torch.no_grad():
+        with torch.no_grad():
+            self._gather(self._root)  # another backward may have let go of it, and a loss may have used it by itself
+            if self._makes_graph:
+                # The gradient of a gradient reads parameters before any block says that its backward begins.
                 self._start_backward()
                 for unit in reversed(self._blocks):
                     self._gather(unit)
