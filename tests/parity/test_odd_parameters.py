@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
@@ -388,10 +389,15 @@ def test_parameters_of_every_kind_are_saved(world: int, strategy: Any, tmp_path:
     assert saved.keys() == loaded.keys()
     for name, tensor in saved.items():
         assert torch.equal(loaded[name], tensor), name
+    path = checkpoint_folder.found(tmp_path)[0]
+    read = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    pairs = [read[name] for name in sorted(read) if name.startswith("blocks.4.odd") and "/" not in name]
+    whole = torch.view_as_complex(torch.cat([each.reshape(-1, 2) for each in pairs]))
+    assert torch.equal(whole, saved["blocks.4.odd"].flatten()), "others read complex128 as pairs"
     with pytest.raises(
         CheckpointError, match=r"blocks\.4\.odd is complex128, which safetensors files for other programs"
     ):
-        write_plain(checkpoint_folder.found(tmp_path)[0], tmp_path / "model.safetensors")
+        write_plain(path, tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
 
 

@@ -3,6 +3,8 @@
 A tensor lies whole under its name, or in pieces that may be in many files. A piece is a flat tensor of its own, called
 `name[start:end]`; the file's notes say of which tensor, and which numbers of it, laid flat. Files say all that is
 needed to read them, so any files that hold all the pieces between them will do, wherever they are.
+
+Numbers of complex128, for which safetensors has no name, lie as pairs of F64, in one more dimension; the notes say so.
 """
 
 import json
@@ -21,7 +23,7 @@ SIZES = {
 }  # fmt: skip
 """Bytes of one number, by the name of its type in a file; in the order in which safetensors itself writes them."""
 NOTES = "potluck"
-"""Under it a file's metadata has our notes, as JSON: `spans`, `tied`, and whatever else its writer had to say."""
+"""Under it a file's metadata has our notes, as JSON: `spans`, `tied`, `pairs`, and what else its writer had to say."""
 MOST_HEADER_BYTES = 1 << 30
 
 Spans = dict[str, tuple[str, tuple[int, ...], int, int]]
@@ -125,7 +127,11 @@ class TensorFiles:
         try:
             header, begin = _read_header(file)
             notes = json.loads(header.pop("__metadata__", {}).get(NOTES, "{}"))
-            spans = notes.pop("spans", {})
+            spans, pairs = notes.pop("spans", {}), notes.pop("pairs", [])
+            for key in pairs:
+                if (header[key]["dtype"], header[key]["shape"][-1:]) != ("F64", [2]):
+                    raise ValueError(f"{key} is not of pairs")
+                header[key] |= {"dtype": "C128", "shape": header[key]["shape"][:-1]}
             for key, told in header.items():
                 name, shape, start, end = spans.get(key) or (key, told["shape"], 0, math.prod(told["shape"]))
                 stored = self.tensors.setdefault(name, Stored(tuple(shape), told["dtype"]))
@@ -171,15 +177,18 @@ def make_header(
 ) -> SafetensorsHeader:
     """`tensors`: type and shape of each. Wide numbers come first, so that none lies across its own width.
 
-    Without notes, these are the very bytes that safetensors' own save_file writes.
+    Without notes, these are the very bytes that safetensors' own save_file writes, unless something is complex128.
     """
     place = {dtype: number for number, dtype in enumerate(SIZES)}
     order = sorted(tensors, key=lambda name: (place[tensors[name][0]], name))
+    pairs = [name for name in order if tensors[name][0] == "C128"]
+    notes = {**(notes or {}), "pairs": pairs} if pairs else notes
     told: dict[str, Any] = {"__metadata__": {NOTES: json.dumps(notes)}} if notes else {}
     at = 0
     for name in order:
         dtype, shape = tensors[name]
         size = math.prod(shape) * SIZES[dtype]
+        dtype, shape = ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
         told[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
