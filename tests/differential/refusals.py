@@ -33,6 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     r"\S+ is an embedding with max_norm": ("maxnorm",),
     r"A trained parameter is complex64, and what is trained travels to a host": ("complex",),
     r"A trained parameter is complex, and wire = \w+ codes real numbers": ("complex",),
+    r"Layer \S+ runs within torch\.utils\.checkpoint and changes its buffers": ("recompute",),
     # Of settings that do not go together.
     r"strategy\.weights is 0 for every worker that holds stage": ("weights",),
     r"A batch of \d+ does not fit \d+ workers": ("shares",),

@@ -16,8 +16,11 @@ import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.data.rows import mix
 from potluck.engine import stage_planner
+from potluck.errors import ConfigError
 from potluck.events import StepDone
 from potluck.sharding.strategy import FullShard, NoShard, ShardGradOp
+from potluck.stages.chain import find_chain
+from potluck.stages.watch import Watch
 from tests.ranks import run_ranks
 
 ROWS, WIDE, BATCH, MICRO = 16, 6, 4, 2
@@ -298,6 +301,30 @@ def odd_loss(model: nn.Module, batch: Any) -> Tensor:
 def test_odd_layers_learn_what_one_process_learns(protocol: str, tmp_path: Path) -> None:
     stages, micro = protocol_of(protocol, tmp_path)
     check(odd, stages, micro=micro, steps=3, slow=0)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, *, is_counted: bool) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(WIDE, track_running_stats=is_counted)
+        self.layers = nn.ModuleList([nn.Linear(WIDE, WIDE), nn.Sequential(nn.Linear(WIDE, WIDE), norm)])
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+def test_a_layer_that_counts_is_not_computed_again_in_stages() -> None:
+    batch = torch.randn(4, WIDE)
+    for is_counted in (False, True):
+        model = Recomputed(is_counted=is_counted)
+        watch = Watch(model, find_chain(model))
+        if is_counted:
+            with pytest.raises(ConfigError, match=r"Layer layers\.1\.1 runs within torch\.utils\.checkpoint and"):
+                watch.run(lambda model, x: model(x).sum(), batch)
+        else:
+            watch.run(lambda model, x: model(x).sum(), batch)
 
 
 @pytest.mark.slow

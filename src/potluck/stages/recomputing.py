@@ -20,14 +20,30 @@ _hooks = torch._C._autograd
 
 def checkpointed(layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs the layer; within a checkpoint of the model's own, as one of its own."""
-    outer = _hooks._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
-    if outer is None or not outer[0].__qualname__.startswith("_checkpoint_hook."):
+    outer = _around()
+    if outer is None:
         return layer(*args, **kwargs)
     _hooks._pop_saved_tensors_default_hooks()  # what the layer keeps is not the outer one's
     try:
         return checkpoint(functools.partial(layer, **kwargs), *args, use_reentrant=False)
     finally:
         _hooks._push_saved_tensors_default_hooks(*outer)
+
+
+def _around() -> Any:
+    """The hooks of the checkpoint that runs."""
+    outer = _hooks._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
+    return outer if outer is not None and outer[0].__qualname__.startswith("_checkpoint_hook.") else None
+
+
+def check_keeps_buffers(name: str) -> None:
+    """Refuses a layer that has changed its buffers within a checkpoint: computed again, it changes them once more."""
+    if _around() is not None:
+        raise ConfigError(
+            f"Layer {name} runs within torch.utils.checkpoint and changes its buffers, such as a BatchNorm's running"
+            " statistics. They change once more when it is computed again, which in stages comes after the forwards of"
+            " other micro-batches, and so would not be those of one process. Run this layer without checkpoint()."
+        )
 
 
 def check_not_again(name: str) -> None:

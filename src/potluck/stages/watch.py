@@ -29,7 +29,7 @@ from potluck.stages.forms import (
     tensors_in,
 )
 from potluck.stages.plan import Form
-from potluck.stages.recomputing import check_not_reentrant
+from potluck.stages.recomputing import check_keeps_buffers, check_not_reentrant
 from potluck.stages.seats import generators_of, seed_of
 from potluck.words import plural
 
@@ -79,6 +79,8 @@ class Watch:
         """What they were made from."""
         self.touches = Touches(buffers_outside(model, chain))
         self._is_inside = self._is_open = False
+        self._versions: list[int] = []
+        """Of the buffers of the link that runs, as it began."""
         self._ear = Ear(self._on_operation)
         self._calls = 0
         """How often the model itself was run."""
@@ -159,12 +161,15 @@ class Watch:
                 coming = {key: one for key, one in given.items() if any(t.requires_grad for t in tensors_in(one))}
                 self.opened = self._behind(tensors_in(coming))
                 self.opening = describe(coming, f"What {name} gets")
+            self._versions = [buffer._version for buffer in module.buffers()]
             self.sow(place)
 
         return begin
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.layers.append(len(self.events))
+        if self._versions != [buffer._version for buffer in module.buffers()]:
+            check_keeps_buffers(self.links[self.done - 1])
         output = self._record(self.links[self.done - 1], output, is_layer=True)
         self._is_inside, self._is_open = False, True
         is_last = self.done == len(self.links)
