@@ -203,10 +203,11 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
                         break
                     fleet.request_stop()
             log.ends.append(len(log.windows) - 1)
+        first = phase[0]
         phase[0] = "saved"
         fleet.save(Path(folder) / "saved")
         fleet.wait_for_saves()
-        phase[0] = "evaluated"
+        phase[0] = "start" if first == "start" else "evaluated"  # a leg without a step uses the loss here first
         average = whole(loop.average)
         return log.told() | {"evaluated": fleet.evaluate(loss, data, case.batch), "average": average}
 
