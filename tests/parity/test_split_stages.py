@@ -184,10 +184,12 @@ def parts_of(fleet: potluck.Engine) -> list[Any]:
     replica = fleet.run.replica
     assert replica is not None
     part: Any = replica.part or getattr(replica, "sharded", None)
+    named = replica.model.named_parameters() if replica.part is None else ()
+    split = part.split if part is not None else ()  # which may have no numbers in the model
+    whole = [[name, 0, p.detach().clone().view(-1)] for name, p in named if name not in split]
     if part is None:
-        return [[name, 0, p.detach().clone().view(-1)] for name, p in replica.model.named_parameters()]
-    whole = [[name, 0, p.detach().clone().view(-1)] for name, p in replica.model.named_parameters()]
-    return [one for one in whole if replica.part is None and one[0] not in part.split] + [
+        return whole
+    return whole + [
         [run.span.name, run.span.start, run.parameter.detach().view(-1).clone()]
         for run in (*part.runs, *part.mirrors, *part.rest)
     ]
