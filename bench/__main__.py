@@ -9,7 +9,7 @@ FLEET = ("star", "crowd", "coordinator_memory", "pause", "elastic_step", "preemp
 BY_DEFAULT = ("step_time", "memory", "startup", "checkpoint_time", *FLEET)
 MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence", "overlap", "slow_host")
 """Workers of different speeds: these want the machine for themselves, for minutes each."""
-SHARDED = ("shard_memory", "shard_step", "uneven_memory", "buddy")
+SHARDED = ("shard_memory", "shard_step", "uneven_memory")
 STAGED = ("pipeline", "uneven_stages", "direct", "datastore")
 """One model over several workers."""
 GPU = ("h200", "h200_mixed", "h200_shard", "h200_stages", "h200_learning", "h200_lora")

@@ -6,7 +6,6 @@ them, and the only one that asks which kind an answer is. `tests/unit/test_compo
 is printed in docs/composition.md.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -63,8 +62,6 @@ class Composition:
     """In which form what replicas agree on travels: gradients, or what a window changed."""
     wire_is_measured: bool = False
     """Whether `wire` is only how the run begins."""
-    buddy_every: int = 0
-    """After how many steps each rank refreshes its copy of its neighbour's part; 0: there are no such copies."""
 
     @property
     def node_size(self) -> int:
@@ -166,20 +163,8 @@ def ranks_per_worker(strategy: ShardingStrategy, here: int, asked: int | None = 
     return ranks
 
 
-def for_those_left(
-    policy: ApplyPolicy, strategy: ShardingStrategy, pick: Callable[[Sequence[float]], tuple[float, ...]]
-) -> tuple[ApplyPolicy, ShardingStrategy]:
-    """What was set for each worker by itself, without that of the lost ones."""
-    if isinstance(policy, Sync):
-        policy = replace(policy, shares=pick(policy.shares))
-    if isinstance(strategy, FullShard | ShardGradOp) and strategy.weights != "memory":
-        strategy = replace(strategy, weights=pick(strategy.weights))
-    return policy, strategy
-
-
 def _over_group(wanted: Wanted) -> Composition:
     policy, strategy, world = wanted.policy, wanted.strategy, wanted.world
-    buddy_every = strategy.buddy_every if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy else 0
     _check_offload(wanted, strategy)
     each = _node_size(strategy, world)
     if isinstance(policy, Sync):
@@ -194,11 +179,8 @@ def _over_group(wanted: Wanted) -> Composition:
             splits_all=splits_all,
             shares=_shares(policy, world),
             is_measured=_is_measured(policy),
-            buddy_every=buddy_every,
         )
     _check_replicas(policy, strategy, world)
-    if buddy_every:
-        raise ConfigError("strategy.buddy keeps copies between steps of all workers together: use the Sync policy.")
     return Composition(
         window=policy,
         replicas=world // each,
@@ -283,11 +265,6 @@ def _under_host(wanted: Wanted) -> Composition:
 
 def _check_one_worker(wanted: Wanted, strategy: FullShard | ShardGradOp, ranks: int) -> None:
     """Under a host: what a strategy says of ranks is said of those of each worker."""
-    if strategy.buddy:
-        raise ConfigError(
-            "strategy.buddy keeps copies for when a rank is lost. Under a host that ends its worker, and every other"
-            " worker has a whole replica. Leave it out."
-        )
     if strategy.weights and strategy.weights != "memory" and len(strategy.weights) != ranks:
         raise ConfigError(
             f"strategy.weights has {plural(len(strategy.weights), 'number')}, and this worker {plural(ranks, 'rank')}."
@@ -297,11 +274,8 @@ def _check_one_worker(wanted: Wanted, strategy: FullShard | ShardGradOp, ranks: 
 
 
 def _check_fit(wanted: Wanted, stages: Stages, *, is_whole: bool) -> None:
-    strategy = wanted.strategy
     if wanted.offload_optimizer:
         raise ConfigError("step.offload_optimizer does not go with stages. Leave it out, or cut into more stages.")
-    if isinstance(strategy, FullShard | ShardGradOp) and strategy.buddy:
-        raise ConfigError("strategy.buddy does not go with stages. Leave it out, and save checkpoints.")
     if stages.schedule == "zero-bubble" and not is_whole:
         raise ConfigError(
             "The schedule zero-bubble cuts backwards in two, of which a split stage would not hear. Use 1f1b, or"

@@ -5,6 +5,7 @@ Knows no dataclass of its own: each lives beside its owner, and train/recipe.py 
 
 import dataclasses
 import difflib
+import functools
 import tomllib
 import types
 import typing
@@ -38,13 +39,16 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     """Builds a dataclass from plain data. A field without a default is required."""
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    gone: frozenset[str] = getattr(cls, "removed", frozenset())
     for key in data:
-        if key not in fields:
+        if key not in fields and key not in gone:
             raise ConfigError(_unknown_key(_join(path, key), key, list(fields)))
     for name, field in fields.items():
         if name not in data and _is_required(field):
             raise ConfigError(f"{_join(path, name)} is missing, and has no default.")
-    values = {key: _convert(hints[key], value, _join(path, key)) for key, value in data.items()}
+    values = {
+        key: value if key in gone else _convert(hints[key], value, _join(path, key)) for key, value in data.items()
+    }
     try:
         return cls(**values)
     except ValueError as error:
@@ -60,6 +64,29 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def to_toml(config: Any) -> str:
     return tomli_w.dumps(to_dict(config))
+
+
+def removed(**sentences: str) -> Callable[[type[T]], type[T]]:
+    """Refuse settings that a dataclass had in an earlier version, each with a sentence that says what to do instead.
+
+    One that is off, or whose sentence is empty, is passed over: files of that version name every setting.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        make = cls.__init__
+
+        @functools.wraps(make)
+        def init(self: T, **settings: Any) -> None:
+            for name in sentences.keys() & settings.keys():
+                if settings.pop(name) and sentences[name]:
+                    raise ConfigError(sentences[name])
+            make(self, **settings)
+
+        setattr(cls, "__init__", init)  # noqa: B010
+        setattr(cls, "removed", frozenset(sentences))  # noqa: B010
+        return cls
+
+    return decorate
 
 
 def _plain(value: Any) -> Any:

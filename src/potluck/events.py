@@ -254,7 +254,7 @@ class WorkerWent(Event):
 
 
 class Recovered(Event):
-    """Workers were lost, and the others continue from what they had kept in memory for each other."""
+    """Workers were lost, and the others continued from copies in memory. Only files of earlier versions hold it."""
 
     step: int
     """The last one that was kept; those after it are done again."""

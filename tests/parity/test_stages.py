@@ -417,7 +417,6 @@ def test_what_looks_at_all_parameters_in_a_step_is_refused_where_each_stage_has_
     ("stages", "options", "sentence"),
     [
         (PIPELINE, {"step": potluck.StepConfig(offload_optimizer=True)}, "offload_optimizer does not go with stages"),
-        (PIPELINE, {"strategy": potluck.FullShard(buddy=True)}, "buddy does not go with stages"),
         (
             Pipeline(micro_batch_size=2, schedule="zero-bubble"),
             {"strategy": potluck.FullShard()},

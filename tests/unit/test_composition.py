@@ -41,7 +41,6 @@ STRATEGIES: dict[str, ShardingStrategy] = {
     'ShardGradOp(weights="memory")': ShardGradOp(weights="memory"),
     "FullShard": FullShard(),
     'FullShard(weights="memory")': FullShard(weights="memory"),
-    "FullShard(buddy)": FullShard(buddy=True),
     "HybridShard(1)": HybridShard(intra_node_size=1),
     "HybridShard(2)": HybridShard(intra_node_size=2),
 }

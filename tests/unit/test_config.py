@@ -186,3 +186,14 @@ def test_the_launcher_reads_the_number_of_workers_by_itself() -> None:
         workers_of(TrainArgs(recipe="demo", settings=("workers.count=0",)))
     with pytest.raises(ConfigError, match=r"Did you mean workers\.count\?"):
         workers_of(TrainArgs(recipe="demo", settings=("workers.coutn=1",)))
+
+
+def test_what_was_removed_is_refused_with_what_to_do_instead_and_passed_over_where_it_is_off() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.buddy was removed: .* save more often"):
+        potluck.FullShard(buddy=True)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"strategy\.buddy was removed"):
+        read('strategy = {kind = "shard_grad_op", buddy = true}')
+    old = read('strategy = {kind = "full_shard", weights = [], buddy = false, buddy_every = 10}')
+    assert old.strategy == potluck.FullShard()
+    with pytest.raises(ConfigError, match=r"no setting strategy\.budy"):
+        read('strategy = {kind = "full_shard", budy = true}')

@@ -6,7 +6,6 @@ Rounds of a host are imported where they are made: they bring libraries that oth
 from typing import TYPE_CHECKING, NamedTuple
 
 from potluck.coded_numbers import coding_of
-from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers, WholeLayers
 from potluck.engine.lifecycle import GroupLifecycle, Lifecycle
 from potluck.engine.replica import Replica
@@ -32,9 +31,9 @@ class EngineParts(NamedTuple):
 
 def over_group(run: RunState, layers: Layers | None = None) -> EngineParts:
     """Workers that reach each other over a link."""
-    layers, copies = layers or WholeLayers(run), BuddyCopies(run)
-    rounds = Steps(run, layers, copies) if run.composition.window is None else Windows(run, layers)
-    return EngineParts(layers, rounds, GroupLifecycle(run, layers, rounds, copies))
+    layers = layers or WholeLayers(run)
+    rounds = Steps(run, layers) if run.composition.window is None else Windows(run, layers)
+    return EngineParts(layers, rounds, GroupLifecycle(run, layers, rounds))
 
 
 def in_stages(run: RunState, store_run: "StoreRun | None") -> EngineParts:

@@ -16,7 +16,6 @@ from potluck.agree.terms import UNCOMPARED, Fingerprint, differing_data
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.source import HeldOut
-from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.layers import Layers
 from potluck.engine.look_sums import Figures, add_up, means_of
 from potluck.engine.looking_weights import LookingWeights
@@ -44,11 +43,10 @@ class GroupLifecycle:
     is_replaying = False
     """Whether the step being applied was taken by others before this worker joined."""
 
-    def __init__(self, run: RunState, layers: Layers, rounds: Rounds, copies: BuddyCopies) -> None:
+    def __init__(self, run: RunState, layers: Layers, rounds: Rounds) -> None:
         self._run = run
         self._layers = layers
         self._rounds = rounds
-        self._copies = copies
         self._folder: Path | None = None
         """The folder that load() was given."""
         self._saved_last: tuple[Path, int] | None = None
@@ -71,7 +69,6 @@ class GroupLifecycle:
 
     def begin(self) -> None:
         """The replica is there, and the loader if the data are ours."""
-        self._copies.begin()
 
     def begin_run(self, epochs: int) -> None:
         """Called before the first epoch."""
@@ -222,8 +219,6 @@ class GroupLifecycle:
 
     def load(self, folder: Path) -> bool:
         self._folder = folder
-        if self._copies.has_just_recovered:
-            return True
         run = self._run
         with self._within("fleet.load()"):
             standing = run.saves.load(folder, run.prepared(), partial(check_position, run))
@@ -236,7 +231,6 @@ class GroupLifecycle:
             run.loader.end_epoch()
         if standing["workers"] != self.world:
             run.seed_random(standing["seed"])
-        self._copies.refresh()
         return True
 
     def wait_for_saves(self) -> None:

@@ -34,8 +34,7 @@ from potluck.errors import ConfigError, Diverged, Interrupted
 from potluck.events import EpochDone, EventLog, Noticed, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.ledger import Ledger
 from potluck.link.link import Link
-from potluck.save.memory import Recovery
-from potluck.save.saves import Saves, Standing, sharded_of
+from potluck.save.saves import Saves, Standing
 from potluck.save.state import UserState
 from potluck.words import say
 
@@ -43,7 +42,7 @@ BEYOND_PEAK = 1 / 3
 """A replica's rate may exceed the peak of its schedule by this power of what would make up for its noise."""
 
 if TYPE_CHECKING:
-    from potluck.sharding.sharded import Sharded
+    pass
 
 
 @dataclass(slots=True)
@@ -84,8 +83,6 @@ class LoopSettings:
     """What a host shows of the run: its name, the unit of samples, how many steps there are."""
     memo: dict[str, int] = field(default_factory=dict)
     """What a caller wants to find again if this worker is killed and restarted while the run continues."""
-    folder: Path | None = None
-    """The run's folder, kept in memory with the rest, so that a run that survived a loss finds it again."""
 
 
 @dataclass(eq=False)
@@ -160,8 +157,6 @@ class RunState:
     """The weights with which held-out rows are looked at, if others than the run's."""
     on_stand: list[Callable[[], None]] = field(default_factory=list)
     """Called when the run has been put somewhere else."""
-    recovery: Recovery | None = None
-    """What was left of this run after a loss: prepare() continues from it."""
     is_restored: bool = False
     """Whether this worker was killed, and continues from where it was in a run that has continued meanwhile."""
     loaded_from: Path | None = None
@@ -176,11 +171,6 @@ class RunState:
         if self.replica is None:
             raise ConfigError("Call prepare(model, optimizer, ...) first.")
         return self.replica
-
-    def sharded(self) -> "Sharded":
-        sharded = sharded_of(self.prepared())
-        assert sharded is not None
-        return sharded
 
     # What is said
 

@@ -10,7 +10,7 @@ import torch
 
 from potluck.agree.policy import Policy, policy_of
 from potluck.coded_numbers import AskedWire
-from potluck.composition import Wanted, compose, for_those_left, ranks_per_worker, settled
+from potluck.composition import Wanted, compose, ranks_per_worker, settled
 from potluck.config import checked
 from potluck.devices import choose_device
 from potluck.engine.engine import Engine
@@ -23,7 +23,6 @@ from potluck.fleet.invite import INVITE, Invite, read_invite
 from potluck.link.link import Alone, GroupLink, Link, placed
 from potluck.link.link import connect as join_group
 from potluck.link.ranks import asked_ranks, is_later_rank, meet, ranks_here
-from potluck.save.memory import my_recovery
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import CommunicationProtocol, Stages
 
@@ -68,17 +67,10 @@ def init(
         compose(wanted)  # what is refused must not have joined
         client = connect(read_invite(None), device, ranks) if ranks == 1 or not is_later_rank() else None
         return led_engine(*as_one_worker(client, device, ranks), wanted, step)
-    recovery = my_recovery()
-    if recovery is not None:
-        left, strategy = for_those_left(wanted.policy, strategy, recovery.of_those_left)
-        wanted = replace(wanted, policy=left, strategy=strategy)
     if stages is not None:
         return _in_stages(wanted, stages, device, step, patience_s)
     link = join_group(device, patience_s)
-    engine = Engine(link, device, step=step, wanted=replace(wanted, world=link.world))
-    if engine.run.wanted.policy.steps_together:
-        engine.run.recovery = recovery
-    return engine
+    return Engine(link, device, step=step, wanted=replace(wanted, world=link.world))
 
 
 def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepConfig, patience_s: float) -> Engine:

@@ -16,7 +16,6 @@ from potluck.coded_numbers import coding_of
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.source import DataSource
-from potluck.engine.buddy_copies import BuddyCopies
 from potluck.engine.common_steps import apply_step, report_of
 from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, is_batch_done
@@ -32,10 +31,9 @@ from potluck.words import plural
 class Steps:
     nodes = None
 
-    def __init__(self, run: RunState, layers: Layers, copies: BuddyCopies) -> None:
+    def __init__(self, run: RunState, layers: Layers) -> None:
         self._run = run
         self._layers = layers
-        self._copies = copies
         self._balance: Balance | None = None
         self._optimizer_s = self._waited_s = 0.0
         self._wire: WireChoice | None = None
@@ -150,13 +148,11 @@ class Steps:
     def _end(self, event: StepDone | StepSkipped, reports: list[StepReport]) -> StepDone | StepSkipped:
         run = self._run
         run.next_turn()
-        self._copies.tell()
         run.tell(event)
         run.version += 1
         self._share_anew(self._layers.pipeline_reports(reports))
         self._choose_wire(reports)
         run.tell_agreed(run.step_number - 1)
-        self._copies.refresh_if_due()
         run.start_of_step()
         self._layers.end_of_step()
         return event

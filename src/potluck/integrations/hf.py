@@ -215,7 +215,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
 
     def _find_standing(self, checkpoint: str | None) -> None:
         fleet = self.fleet
-        if fleet.run.recovery is not None or fleet.run.is_restored:
+        if fleet.run.is_restored:
             pass  # it has survived a loss, and stands where it was
         elif checkpoint is not None:
             if not fleet.load(Path(checkpoint) / STATE):

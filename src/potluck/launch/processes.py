@@ -1,7 +1,6 @@
 """Workers on this machine: starts them, watches over them, and tells what became of them.
 
-Imports no torch. A worker that fails ends the others within seconds, and its last words are said once; where they had
-kept copies of each other's parts in memory, those who are left are then started anew and resume from there. When we
+Imports no torch. A worker that fails ends the others within seconds, and its last words are said once. When we
 ourselves are killed, however, the workers see our pipe close and end too.
 """
 
@@ -15,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -24,7 +23,6 @@ from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.files import write_whole
 from potluck.fleet.invite import INVITE
 from potluck.link.ranks import NODE, RANKS, Request
-from potluck.save.memory import MEMORY, Recovery, Start, first_start
 from potluck.signals import Interrupts, held_back
 from potluck.system import KILL, heard_by, signal_apart, start_apart
 from potluck.train.arguments import WorkersConfig
@@ -93,32 +91,8 @@ def launch(command: list[str], config: WorkersConfig, only: int | None = None, s
     `only`: this one of them, whom the others, elsewhere, meet in a store. `span`: as part of a larger group.
     """
     check_room(config.count if only is None else 1)
-    if only is not None:
-        if not 0 <= only < config.count:
-            raise ConfigError(f"--only takes one of the workers 0 to {config.count - 1}, not {only}.")
-        ended = _run_team(command, config, None, only)
-        assert isinstance(ended, int)
-        return ended
-    if span is not None:
-        ended = _run_team(command, config, None, span=span)
-        assert isinstance(ended, int)
-        return ended
-    with first_start(config.count) as start:
-        while not isinstance(ended := _run_team(command, config, start), int):
-            assert start is not None
-            start = start.next(ended)
-            config = replace(config, count=len(start.ranks))
-        return ended
-
-
-def _run_team(
-    command: list[str],
-    config: WorkersConfig,
-    start: Start | None,
-    only: int | None = None,
-    span: RankSpan | None = None,
-) -> int | Recovery:
-    """The exit code; or what those who are left can resume from."""
+    if only is not None and not 0 <= only < config.count:
+        raise ConfigError(f"--only takes one of the workers 0 to {config.count - 1}, not {only}.")
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         read_end, write_end = os.pipe()
         team: list[Worker] = []
@@ -128,14 +102,14 @@ def _run_team(
             else:
                 group = span.environment()
             environment = worker_environment(config) | group
-            environment |= {PARENT_PIPE: heard_by(read_end), MEMORY: str(start.folder) if start is not None else ""}
+            environment |= {PARENT_PIPE: heard_by(read_end)}
             if only is not None:
                 environment |= {ONLY: "1", "LOCAL_WORLD_SIZE": "1"}
             begin = span.first if span is not None else 0
             first = span.place - begin if span is not None else 0
             for rank in range(begin, begin + config.count) if only is None else [only]:
                 team.append(start_worker(rank, command, environment, Path(folder), read_end, first=first))
-            return _watch(team, start)
+            return _watch(team)
         finally:
             end_workers(team, KILL)
             os.close(read_end)
@@ -195,8 +169,8 @@ def _forward(stream: IO[bytes], who: str) -> None:
         print(f"[worker {who}] {text}", file=sys.stderr, flush=True)
 
 
-def _watch(team: list[Worker], start: Start | None) -> int | Recovery:
-    """Until all have ended, or one has failed and the rest have been ended; they may resume from what they had kept."""
+def _watch(team: list[Worker]) -> int:
+    """Until all have ended, or one has failed and the rest have been ended. Returns the exit code."""
 
     def ask_to_stop(number: int) -> None:
         say("Finishing this step. Ctrl-C again stops at once.")
@@ -215,13 +189,7 @@ def _watch(team: list[Worker], start: Start | None) -> int | Recovery:
             return 0
         _let_the_others_end(team, ended)
         failed = _failed(ended, interrupts)
-        recovery = "" if start is None or interrupts.count or _has_said_why(failed) else _recover(start, failed)
-        if isinstance(recovery, Recovery):
-            return recovery
-        code = _report(_explained(failed) if failed else _speaker(ended))
-        if recovery:
-            say(recovery)
-        return code
+        return _report(_explained(failed) if failed else _speaker(ended))
 
 
 def _failed(ended: list[Worker], interrupts: Interrupts) -> list[Worker]:
@@ -233,31 +201,6 @@ def _failed(ended: list[Worker], interrupts: Interrupts) -> list[Worker]:
 def _explained(failed: list[Worker]) -> Worker:
     """The first that failed; but one that says why goes before one that was ended without a word."""
     return next((worker for worker in failed if worker.words().startswith("potluck: ")), failed[0])
-
-
-def _has_said_why(failed: list[Worker]) -> bool:
-    """What we refuse on purpose, such as a setting, would be refused again."""
-    return not failed or any(worker.words().startswith("potluck: ") for worker in failed)
-
-
-def _recover(start: Start, lost: list[Worker]) -> Recovery | str:
-    """What those who are left can resume from, said to the person; or why they cannot."""
-    ranks = [worker.rank for worker in lost]
-    start.lose(ranks)
-    recovery = start.plan_recovery(ranks)
-    if isinstance(recovery, Recovery):
-        left = len(recovery.ranks)
-        do, they = ("continues", "it") if left == 1 else ("continue", "they")
-        fates = " ".join(f"Worker {worker.rank} {_fate(worker)}." for worker in lost)
-        say(f"{fates} {plural(left, 'worker')} {do} from step {recovery.step}, which {they} had kept in memory.")
-    return recovery
-
-
-def _fate(worker: Worker) -> str:
-    if worker.code < 0:
-        return f"was ended by {signal.Signals(-worker.code).name}"
-    words = worker.words().rstrip(".")
-    return f"failed: {words}" if words else f"stopped with exit code {worker.code}"
 
 
 def _speaker(ended: list[Worker]) -> Worker:

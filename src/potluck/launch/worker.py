@@ -18,7 +18,6 @@ from pathlib import Path
 from potluck.environment import IGNORED, LAST_WORDS, PARENT_PIPE
 from potluck.errors import Interrupted, PotluckError, WorkerLost
 from potluck.fleet.invite import INVITE
-from potluck.save.memory import clear_away
 from potluck.signals import let_through
 
 
@@ -91,7 +90,6 @@ def _end_with_parent() -> None:
 
     def wait_for_end() -> None:
         os.read(int(number), 1)
-        clear_away()
         os._exit(1)
 
     threading.Thread(target=wait_for_end, name="parent watch", daemon=True).start()

@@ -88,12 +88,6 @@ class Link(Protocol):
         """This rank begins what all ranks must begin alike, in the same order."""
         return
 
-    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
-        """Begins to send bytes to the next rank, and to fill `heard` with those of the rank before. In host memory.
-
-        Either may be empty, where the other side's is.
-        """
-
     def end_well(self) -> None:
         """This rank has done all that it wanted to, and asks nothing more of the others."""
         return
@@ -144,10 +138,6 @@ class Alone(Link):
 
     def meet(self, what: str, notice: Callable[[str], None]) -> None:
         pass
-
-    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
-        heard.copy_(out)
-        return Done()
 
     def close(self) -> None:
         pass
@@ -307,13 +297,6 @@ class GroupLink(Link):
                     f"{what} was called on worker {self.rank}, and not on worker {them}. Call it on every worker: each"
                     " holds a part of what it gives, and only rank 0 gets the whole."
                 )
-
-    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
-        self.note_call()
-        with _peers_may_vanish():
-            coming = dist.irecv(heard, src=(self.rank - 1) % self.world) if heard.numel() else None
-            going = dist.isend(out, dst=(self.rank + 1) % self.world) if out.numel() else None
-        return _Begun(going, coming)
 
     def end_well(self) -> None:
         if self._watch is not None:

@@ -131,23 +131,6 @@ class StoreLink(Link):
             self._group.wait(number, read)
         self._group.finished(number)
 
-    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
-        assert heard.is_contiguous(), "bytes are read straight into it"
-        number, coming = self._group.next(), None
-        if out.numel():
-            self._group.give(number, lambda: buffer(out), b"")
-        if self.world == 1:
-            heard.copy_(out)
-        elif heard.numel():
-            before = (self.rank - 1) % self.world
-            coming = self._groups.session.start_get(lambda: self._group.read(number, before, heard, b""))
-
-        def finish() -> None:
-            if coming is not None:
-                self._group.wait(number, coming)
-
-        return _Operation(self._group, number, finish)
-
     def close(self) -> None:
         """The last one to close clears everything away, if all are past the same operations."""
         if self._group.name == EVERYBODY:
@@ -287,9 +270,6 @@ class ReplayedLink(Link):
 
     def fetch(self, numbers: Tensor, of: int) -> None:
         self.inner.fetch(numbers, of)
-
-    def start_pass(self, out: Tensor, heard: Tensor) -> Pending:
-        return self.log.change(lambda: self.inner.start_pass(out, heard))
 
     def close(self) -> None:
         if self.door.is_open:

@@ -67,9 +67,9 @@ def model_part(sharded: Sharded, *, copies: bool = True, without: Container[str]
     return pieces
 
 
-def optimizer_part(sharded: Sharded, *, copies: bool = True) -> Pieces:
+def optimizer_part(sharded: Sharded) -> Pieces:
     """Its notes are what state.optimizer_state says, of this rank's part: all ranks' notes together are the whole."""
-    pieces = Pieces(copies=copies)
+    pieces = Pieces()
     said: dict[str, Any] = {}
     known = sharded.optimizer.state_dict()["state"]
     place = {id(p): i for i, p in enumerate(p for group in sharded.optimizer.param_groups for p in group["params"])}

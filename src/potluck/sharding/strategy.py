@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from potluck.config import removed
 from potluck.sharding.optimizer_shard import check_weights
 from potluck.words import check_at_least
 
@@ -24,27 +25,30 @@ class NoShard:
         return 16.0
 
 
+_without_buddies = removed(
+    buddy="strategy.buddy was removed: its copies lay on the one machine whose loss they were for. Leave it out, and"
+    " save more often (checkpoint.every, fleet.save()); or start a host, whose workers may be lost.",
+    buddy_every="",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
     """What FullShard and ShardGradOp have in common: all ranks together are one replica."""
 
     weights: Weights = ()
     """Each rank's part, in proportion: one number per rank, or "memory" for each device's free memory. Empty: equal."""
-    buddy: bool = False
-    """Each rank keeps a copy of its neighbour's part in host memory, so that the run survives the loss of a rank."""
-    buddy_every: int = 10
-    """Steps between two refreshes of that copy: at most this many are lost."""
 
     def __post_init__(self) -> None:
         if self.weights and self.weights != "memory":
             check_weights(self.weights)
-        check_at_least(1, buddy_every=self.buddy_every)
 
     def weights_over(self, free_bytes: Callable[[], list[float]]) -> list[float] | None:
         """Each rank's part, in proportion; none: equal. `free_bytes`: of each rank's device. A collective."""
         return free_bytes() if self.weights == "memory" else list(self.weights) or None
 
 
+@_without_buddies
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullShard(_Split):
     """Parameters, gradients and optimizer state are split; a block is whole only while it computes. ZeRO-3."""
@@ -56,6 +60,7 @@ class FullShard(_Split):
         return 16 / world
 
 
+@_without_buddies
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardGradOp(_Split):
     """Gradients and optimizer state are split, parameters are whole on every rank. ZeRO-2.

@@ -247,8 +247,6 @@ def _run_folder(config: RecipeConfig, args: TrainArgs, engine: Engine) -> Path |
     """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
     if engine.rank != 0 or engine.run.is_restored:
         return ""
-    if engine.run.recovery is not None and engine.run.recovery.standing["folder"] is not None:
-        return str(engine.run.recovery.standing["folder"])
     wanted = Path(args.out) if args.out else Path("runs") / config.name
     if args.resume:
         if not (wanted / "checkpoints").exists():

@@ -176,7 +176,6 @@ class Trainer:
         self._validation = None
         if validation is not None:
             self._validation = held_out(validation, self.batch.micro_size or self.batch.size, source.collate)
-        self._caller.folder = self.folder
         self.model, self.optimizer, self._loader = self.engine.prepare(
             model,
             optimizer,
@@ -215,7 +214,7 @@ class Trainer:
         engine = self.engine
         started = time.perf_counter()
         self._caller.told = asdict(self._run_started())
-        outlived = engine.run.recovery is not None or engine.run.is_restored  # then it stands where it resumes already
+        outlived = engine.run.is_restored  # then it stands where it resumes already
         resume = resume or outlived
         with self._listening(resume=resume), on_interrupt(engine.request_stop):
             if not (outlived or ((resume or engine.is_led) and self._load())):
