@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import potluck
-from potluck.engine import stage_planner
 from potluck.engine.weight_average import WeightAverage
 from potluck.errors import PotluckError
 from potluck.events import Decided, EpochDone, StepDone, StepSkipped
@@ -27,6 +26,7 @@ from potluck.save import checkpoint_folder
 from potluck.save.export import MODEL, write_plain
 from potluck.sharding.passes import UNEQUAL
 from potluck.sharding.ranges import Ranges
+from potluck.stages import stage_planner
 from tests.differential.cases import Case, Leg
 from tests.differential.data import given_data
 from tests.differential.habits import KEPT, Loop, other_model, whole

@@ -12,8 +12,8 @@ import torch
 
 import potluck
 from potluck import DataStore, Pipeline
-from potluck.engine import stage_planner
 from potluck.errors import StoreError, WorkerLost
+from potluck.stages import stage_planner
 from tests.bare import Tell, Worker
 from tests.parity.test_stages import BATCH, MICRO, STEPS, assert_same, data, loss_of, make, one_process
 from tests.servers import BUCKET, rclone

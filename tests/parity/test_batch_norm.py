@@ -12,9 +12,9 @@ import potluck
 from potluck import Cadence, FitConfig, Pipeline, Stages
 from potluck.data.plan import BatchConfig
 from potluck.data.rows import mix
-from potluck.engine import stage_planner
 from potluck.errors import ConfigError
 from potluck.events import Noticed
+from potluck.stages import stage_planner
 from tests.gathered import gathered
 from tests.parity.test_sync import STILL
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import potluck
 from potluck import Direct, FullShard, NoShard, Pipeline, ShardingStrategy, Stages, StepConfig
-from potluck.engine import stage_planner
+from potluck.stages import stage_planner
 from tests.fleet import faults
 from tests.fleet.fleet import Fleet
 from tests.gathered import gathered, home

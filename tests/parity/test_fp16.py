@@ -13,9 +13,9 @@ from potluck import Cadence, FullShard, HybridShard, NoShard, Pipeline, ShardGra
 from potluck.agree import loss_scale
 from potluck.agree.loss_scale import LossScale
 from potluck.data.rows import mix
-from potluck.engine import stage_planner
 from potluck.errors import ConfigError, Diverged
 from potluck.events import StepSkipped
+from potluck.stages import stage_planner
 from tests.gathered import gathered, home
 from tests.parity import test_bf16 as model_of
 from tests.parity.test_bf16 import BATCH, ROWS, data

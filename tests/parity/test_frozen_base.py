@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, Direct, FullShard, ShardGradOp, Stages
-from potluck.engine import stage_planner
 from potluck.engine.frozen_base import find_base
 from potluck.environment import RENDEZVOUS
 from potluck.errors import CheckpointError
 from potluck.save import checkpoint_folder
 from potluck.save.export import export
+from potluck.stages import stage_planner
 from tests import lora
 from tests.quick import first_of
 from tests.ranks import RankFailed, run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import potluck
 from potluck import FullShard, NoShard, Pipeline, ShardGradOp, ShardingStrategy
 from potluck.data.rows import mix
-from potluck.engine import stage_planner
+from potluck.stages import stage_planner
 from tests.fleet import faults
 from tests.fleet.fleet import Fleet
 from tests.gathered import gathered, home

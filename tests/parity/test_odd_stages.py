@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.data.rows import mix
-from potluck.engine import stage_planner
 from potluck.errors import ConfigError
 from potluck.events import StepDone
 from potluck.sharding.strategy import FullShard, NoShard, ShardGradOp
+from potluck.stages import stage_planner
 from potluck.stages.chain import find_chain
 from potluck.stages.watch import Watch
 from tests.ranks import run_ranks

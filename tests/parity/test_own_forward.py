@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import DataStore, Direct, FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, Stages
-from potluck.engine import stage_planner
 from potluck.events import StepDone
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
+from potluck.stages import stage_planner
 from tests.gathered import gathered
 from tests.ranks import run_ranks
 

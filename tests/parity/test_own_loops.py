@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 import potluck
-from potluck.engine import stage_planner
 from potluck.engine.saved_position import position_as_json, restore_position
 from potluck.errors import CheckpointError, ConfigError, Interrupted
 from potluck.events import EpochDone
+from potluck.stages import stage_planner
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
 from tests.ranks import run_ranks

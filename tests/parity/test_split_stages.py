@@ -14,10 +14,10 @@ import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.agree.step_report import norm_of_stages
 from potluck.data.rows import mix
-from potluck.engine import stage_planner
 from potluck.errors import PotluckError
 from potluck.events import StepDone, StepSkipped
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp
+from potluck.stages import stage_planner
 from tests.ranks import run_ranks
 
 ROWS, WIDE, BATCH = 18, 6, 6

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Async, Cadence, Direct, HybridShard, NoShard, Pipeline, Stages, StepConfig
-from potluck.engine import stage_planner
 from potluck.events import Decided, EpochDone
+from potluck.stages import stage_planner
 from tests.gathered import gathered
 from tests.parity import test_cadence
 from tests.parity.test_cadence import OPTIMIZERS, POLICIES, ROWS, Net, judge, through

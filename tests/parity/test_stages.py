@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import potluck
 from potluck import DataStore, Direct, Pipeline, Stages
 from potluck.data.rows import mix
-from potluck.engine import stage_planner
 from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone
 from potluck.save import checkpoint_folder
+from potluck.stages import stage_planner
 from potluck.stages.plan import Plan
 from potluck.stages.seats import seed_of
 from tests.gathered import gathered, home

@@ -254,7 +254,7 @@ STAGES = potluck.Stages(protocol=potluck.Pipeline(micro_batch_size=2))
 def staged_hf(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     from transformers import Trainer
 
-    from potluck.engine import stage_planner
+    from potluck.stages import stage_planner
 
     stage_planner.MEASURE_S = 0.0
 

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 import potluck
 from potluck import Cadence, Direct, FullShard, NoShard, Pipeline, ShardGradOp, Stages
 from potluck.data.rows import mix
-from potluck.engine import stage_planner
 from potluck.errors import ConfigError
 from potluck.events import StepDone
+from potluck.stages import stage_planner
 from tests.quick import first_of
 from tests.ranks import run_ranks
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, DataStore, Direct, FullShard, HybridShard, NoShard, ShardGradOp, Stages, Sync
-from potluck.engine import stage_planner
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError
 from potluck.events import Noticed
 from potluck.link import link, whereabouts
 from potluck.save import checkpoint_folder, whole_state
 from potluck.save.export import write_plain
+from potluck.stages import stage_planner
 from tests.fleet.fleet import Fleet, assert_same
 from tests.quick import first_of
 from tests.ranks import run_ranks

@@ -22,7 +22,7 @@ BELOW = {
     "sharding": "agree",
     "store": "agree",
     "link": "agree sharding store",
-    "stages": "agree link store",
+    "stages": "agree data link sharding store",
     "composition": "agree sharding stages",
     "fleet": "agree wire",
     "data": "agree fleet",

@@ -20,7 +20,7 @@ from potluck.devices import wide
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.description import BUFFERS, Part
 from potluck.link.link import Link
-from potluck.save.state import own_state
+from potluck.sharding.absent import own_state
 from potluck.stages.chain import BufferSlot, on_copies
 from potluck.tensor_bytes import raw
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from potluck.engine.weight_hash import digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link
-from potluck.save.state import own_state
+from potluck.sharding.absent import own_state
 
 
 @dataclass(frozen=True, slots=True)

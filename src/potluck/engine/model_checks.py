@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from potluck.engine.buffers import is_expanded
 from potluck.errors import ConfigError
 from potluck.link.link import Link
-from potluck.save.state import own_state
+from potluck.sharding.absent import own_state
 from potluck.sharding.runs import sparse_gradient
 
 

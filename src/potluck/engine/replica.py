@@ -29,7 +29,7 @@ from potluck.engine.switches import StepConfig, autocast, switch_on
 from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link, Pending
-from potluck.save.state import own_state
+from potluck.sharding.absent import own_state
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import (
     FlatRun,
@@ -84,8 +84,10 @@ class Replica:
     """Parameters that other stages have too: where one of them has used it, all have its gradient."""
     used_in_stages: Set[str] = frozenset()
     """Those of them that any stage of this pipeline has used in this step."""
+    sharded: "Sharded | None" = None
+    """What this rank holds of a model that is split over ranks."""
     part: "Sharded | None" = None
-    """What this worker holds, if that is a stage of a model; a replica that is split otherwise says so itself."""
+    """What this worker holds of one that is cut into stages; each of them may be split, too."""
 
     def __init__(
         self,
@@ -468,6 +470,9 @@ class Replica:
 
     def align(self, *, with_base: bool = False) -> None:
         """Every rank takes rank 0's values."""
+        self._take_first_ranks(with_base=with_base)
+
+    def _take_first_ranks(self, *, with_base: bool = False) -> None:
         for name, tensor in own_state(self.model).items():
             if with_base or not self.is_base(name):
                 self.link.broadcast(tensor)
@@ -502,7 +507,7 @@ class Replica:
     def _same_start(self) -> None:
         """Every rank has the same shapes, and starts from rank 0's values."""
         check_same_model(self.model, self.link)
-        self.align()
+        self._take_first_ranks()
 
 
 def _dense(parameter: nn.Parameter) -> Tensor:

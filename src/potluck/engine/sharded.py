@@ -280,9 +280,7 @@ class ShardedReplica(Replica):
         return self.sharded.memory_bytes()
 
     def align(self, *, with_base: bool = False) -> None:
-        if not hasattr(self, "sharded"):
-            super().align(with_base=with_base)
-        elif self._across.world > 1:
+        if self._across.world > 1:
             self.before_parts_are_used()
             for tensor in [*(run.parameter.data for run in self.owned()), *self._buffers.now()]:
                 self._across.broadcast(tensor)

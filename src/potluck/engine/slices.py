@@ -23,7 +23,7 @@ from potluck.errors import ConfigError
 from potluck.fleet.description import MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
 from potluck.link.link import Link
-from potluck.save.state import own_state
+from potluck.sharding.absent import own_state
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.ranges import Spec
 

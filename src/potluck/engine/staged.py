@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,7 @@ from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, position_as_json, restore_position
 from potluck.engine.single_rows import explain_single_rows
 from potluck.engine.slices import describe_model
-from potluck.engine.stage_modules import StageModules, StageShard, describe_uncut, free_params_outside, keep_params_of
-from potluck.engine.stage_planner import StagePlanner
 from potluck.engine.switches import autocast, in_float32
-from potluck.engine.ties import Ties
 from potluck.errors import ConfigError
 from potluck.events import WorkerStep
 from potluck.fleet.ledger import Ledger
@@ -49,6 +47,9 @@ from potluck.stages.pipeline import PipelineRunner
 from potluck.stages.plan import Plan
 from potluck.stages.protocol import Stages
 from potluck.stages.schedule import forward_only, plan_orders
+from potluck.stages.stage_modules import StageModules, StageShard, describe_uncut, free_params_outside, keep_params_of
+from potluck.stages.stage_planner import StagePlanner
+from potluck.stages.ties import Ties
 from potluck.store.sessions import Tenant
 
 if TYPE_CHECKING:
@@ -183,8 +184,9 @@ class StagedLayers:
         replica.tied_names = self._ties.names
         firsts, rank = self._ties.is_first_of, run.link.rank
         together = run.link.world if run.composition.splits_all else places.size
-        self._part = replica.part = StageShard(replica, held, firsts, rank=rank % together, world=together)
-        self._own = StageShard(replica, held, dict.fromkeys(firsts, True), rank=0, world=1)
+        own_part = partial(StageShard, own, optimizer, replica.sharded, held, device=run.device)
+        self._part = replica.part = own_part(firsts, rank=rank % together, world=together)
+        self._own = own_part(dict.fromkeys(firsts, True), rank=0, world=1)
         self._work = {stage.index: _Work(stage, replica, lambda: run.samples_per_gradient) for stage in stages}
         widths = [plan.layers[cut - 1].sends for cut in plan.cuts]
         self._runner = PipelineRunner(self._work, widths, self._make_channel())

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.save import state
+from potluck.sharding.absent import own_state
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.runs import COUNTERS, FlatRun, Span
 from potluck.sharding.sharded import Sharded
@@ -89,7 +90,7 @@ def optimizer_part(sharded: Sharded) -> Pieces:
 def whole_tensors(sharded: Sharded) -> dict[str, Tensor]:
     """What each rank has whole of all that the model's state_dict holds."""
     elsewhere = {*sharded.split, *sharded.tied()}
-    return {name: tensor for name, tensor in state.own_state(sharded.model).items() if name not in elsewhere}
+    return {name: tensor for name, tensor in own_state(sharded.model).items() if name not in elsewhere}
 
 
 def _add_state(pieces: Pieces, said: dict[str, Any], run: FlatRun, known: dict[str, Any]) -> None:
@@ -123,7 +124,7 @@ def check_part(
     without: Container[str] = (),
 ) -> None:
     """Whether it can be loaded. Changes nothing."""
-    mine: dict[str, state.Described] = {**state.own_state(sharded.model), **sharded.split}
+    mine: dict[str, state.Described] = {**own_state(sharded.model), **sharded.split}
     mine |= {name: sharded.split[first] for name, first in sharded.tied().items()}
     mine = {name: each for name, each in mine.items() if name not in without}
     state.check_model(mine, model.specs, source)

@@ -31,6 +31,7 @@ from potluck.save.split_saves import (
     write_share,
     write_together,
 )
+from potluck.sharding.absent import own_state
 from potluck.sharding.ranges import Ranges, Spec
 from potluck.sharding.sharded import Sharded
 
@@ -177,7 +178,7 @@ class Saves:
             checkpoint.ranges(path, standing, checkpoint.OPTIMIZER) as optimizer,
         ):
             without = check_left_out(replica.base, standing, model.tensors, str(path))
-            mine = {name: own for name, own in state.own_state(replica.model).items() if name not in without}
+            mine = {name: own for name, own in own_state(replica.model).items() if name not in without}
             state.check_model(mine, model.specs, str(path))
             names = [[replica.names[id(p)] for p in group["params"]] for group in replica.optimizer.param_groups]
             state.check_optimizer(replica.optimizer, names, standing["optimizer"])
@@ -208,7 +209,7 @@ class _Told:
 
 def sharded_of(replica: "Replica") -> Sharded | None:
     """What this worker holds of a model that is split; none if it has all of it."""
-    return replica.part or getattr(replica, "sharded", None)
+    return replica.part or replica.sharded
 
 
 def take_snapshot(

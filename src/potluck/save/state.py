@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.devices import random_states, set_random_states
 from potluck.errors import CheckpointError, ConfigError
-from potluck.sharding.absent import AbsentParameter
+from potluck.sharding.absent import own_state
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.united_optimizers import each_of
 from potluck.tensor_bytes import from_bytes, to_bytes
@@ -39,16 +39,6 @@ class Tensors(Protocol):
     """Tensors by name: in a dictionary, or read when they are asked for."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
-
-
-def own_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """What the model's class gives as its state_dict: a model that is split has another of its own, for a person."""
-    found: dict[str, Tensor] = type(model).state_dict(model, keep_vars=True)
-    if keep_vars:
-        return found
-    # One that is split gives shape and type alone: its numbers are in the runs of the ranks that own them.
-    kept = {name for name, each in found.items() if isinstance(each, AbsentParameter) or not isinstance(each, Tensor)}
-    return {name: each if name in kept else each.detach() for name, each in found.items()}
 
 
 def model_state(model: nn.Module, without: Container[str] = ()) -> dict[str, Tensor]:

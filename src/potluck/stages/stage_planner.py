@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import nn
 
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig
-from potluck.engine.losses import LossFunction
 from potluck.errors import ConfigError
 from potluck.link.grid import Grid
 from potluck.sharding.splitting import free_bytes
@@ -44,7 +44,7 @@ class StagePlanner:
         """Micro-batches of a step."""
         return -(-self.batch_size // (self.places.pipelines * self.rows))
 
-    def agree(self, model: nn.Module, loss: LossFunction, dataset: Any, collate: Any) -> Plan:
+    def agree(self, model: nn.Module, loss: Callable[[nn.Module, Any], Any], dataset: Any, collate: Any) -> Plan:
         """The plan that rank 0 makes from what all workers have measured. Called on every worker."""
         link = self.places.link
         for_s = 0.0 if self.stages.cuts or self.places.workers == 1 else MEASURE_S

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.engine.replica import Replica
-from potluck.save.state import own_state
+from potluck.sharding.absent import own_state
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, group_names
 from potluck.sharding.sharded import Sharded
@@ -142,16 +141,25 @@ class StageShard(Sharded):
     """A worker's stages as its part of a model that is split."""
 
     def __init__(
-        self, replica: Replica, whole: UncutModel, is_first_of: Mapping[str, bool], *, rank: int, world: int
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        inner: Sharded | None,
+        whole: UncutModel,
+        is_first_of: Mapping[str, bool],
+        *,
+        device: torch.device,
+        rank: int,
+        world: int,
     ) -> None:
-        """`is_first_of`: by name, whether this worker writes it, or another that has it too."""
-        self.model, self.optimizer = replica.model, replica.optimizer
+        """`inner`: what this rank holds of the stages, where they are split too. `is_first_of`: by name, whether this
+        worker writes it, or another that has it too."""
+        self.model, self.optimizer = model, optimizer
         self.collectives = _Writer(rank, world)  # type: ignore[assignment]
         self.split, self.group_names = whole.specs, whole.group_names
         self._tied = whole.tied
-        self._device = replica.device
-        self._inner: Sharded | None = getattr(replica, "sharded", None)
-        self.whole_steps = self._inner.whole_steps if self._inner is not None else None
+        self._device, self._inner = device, inner
+        self.whole_steps = inner.whole_steps if inner is not None else None
         self.runs, self.mirrors, self.rest = [], [], []
         self._having: dict[str, list[FlatRun]] = {}
         """By name: the runs that hold numbers of it."""

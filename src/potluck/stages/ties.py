@@ -8,9 +8,9 @@ from collections import Counter
 
 from torch import Tensor, nn
 
-from potluck.engine.stage_modules import StageShard, state_held_by
 from potluck.link.grid import Grid
 from potluck.stages.channel import Channel, Label
+from potluck.stages.stage_modules import StageShard, state_held_by
 
 
 class Ties:
