@@ -79,8 +79,12 @@ class Loop:
                     model.head.weight.mul_(0.5)
             elif habit == "load":
                 model.load_state_dict(make().state_dict())
-            elif habit in ("average", "ema"):
-                setattr(self, habit, {name: each.detach().clone() for name, each in model.named_parameters()})
+            elif habit == "average":
+                self.average = {name: each.detach().clone() for name, each in model.named_parameters()}
+            elif habit == "ema":  # of what is trained: frozen weights are evaluated as they are
+                self.ema = {
+                    name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad
+                }
 
     def before_step(self) -> None:
         """After the last backward of the step."""
@@ -115,8 +119,9 @@ class Loop:
         self._has_acted = True
 
     def _follow(self, average: dict[str, Tensor]) -> None:
-        for name, parameter in self.model.named_parameters():
-            average[name].lerp_(parameter.detach(), 1 - KEPT)
+        parameters = dict(self.model.named_parameters())
+        for name, kept in average.items():
+            kept.lerp_(parameters[name].detach(), 1 - KEPT)
 
     def _in_time(self, habit: str) -> None:
         if habit == "freeze":

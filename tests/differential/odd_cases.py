@@ -168,7 +168,9 @@ def _as_torch_can(case: Case) -> Case:
     if {"recompute", "reentrant"} & set(words) and any(kind in case.model for kind in COUNTED):
         case = replace(case, samples=case.samples if case.samples in ("rows", "tokens") else "rows")
     if "types" in words and case.dtype != "float64":
-        case = replace(case, model=",".join(word for word in case.model.split(",") if word != "types"))
+        blocks, _, traits = case.model.rpartition("/")
+        kept = ",".join(word for word in traits.split(",") if word != "types")
+        case = replace(case, model=f"{blocks}/{kept}")
     if {"complex", "types"} & set(words) or "penalty" in case.habits:
         case = replace(case, optimizer=STEADY[1] if case.scale == 1.0 else case.optimizer)
     if "sparse" in words:

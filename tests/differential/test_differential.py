@@ -313,6 +313,34 @@ FOUND = {
     "layers hear in which form the weights are that a split model loads": Case(
         model="vectors/4/mlp,oldspectralnorm/", habits=("load",), legs=(Leg(strategy="FullShard(weights=(1.0,))"),)
     ),
+    "a stage whose layers have no parameters has nothing to split": Case(
+        model="vectors/4/mlp,mlp,mlp/nested",
+        legs=(
+            Leg(
+                world=3,
+                strategy="ShardGradOp()",
+                stages="Stages(protocol=Pipeline(micro_batch_size=3), cuts=(2, 3))",
+            ),
+        ),
+    ),
+    "a stage whose layers have no parameters has nothing to split in units": Case(
+        model="vectors/4/mlp,mlp,mlp/nested",
+        legs=(
+            Leg(
+                world=3,
+                strategy="FullShard(weights=(1.0, 1.0, 1.0))",
+                stages="Stages(protocol=Pipeline(micro_batch_size=3), cuts=(2, 3))",
+            ),
+        ),
+    ),
+    "a gradient through layers that are computed again is refused as what it is": Case(
+        model="vectors/6/mlp,mlp,mlp/recompute",
+        habits=("penalty",),
+        legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=3))"),),
+    ),
+    "an average leaves frozen weights as they are": Case(
+        model="vectors/4/mlp,mlp/frozen", habits=("clamp", "ema"), legs=(Leg(world=2, strategy="ShardGradOp()"),)
+    ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
     ),

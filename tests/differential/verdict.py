@@ -4,9 +4,14 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 
+import torch
+
 from tests.differential.cases import Case
 from tests.differential.compare import compare, compare_calm_steps, compare_steps, is_chaotic
+from tests.differential.data import plain_batches
+from tests.differential.hosted import told_of
 from tests.differential.judge import judge
+from tests.differential.models import make_data
 from tests.differential.outcomes import Failed, Refused
 from tests.differential.plain import fails_alike
 from tests.differential.refusals import is_allowed
@@ -45,6 +50,8 @@ def _decide(case: Case) -> tuple[str, str]:
         wrong = _wrong_before(case, refusal.told) if refusal.told is not None else ""
         return ("WRONG", f"before a refusal: {wrong}") if wrong else ("refused", str(refusal))
     except Failed as failure:
+        if failure.kind == "LATE" and case.host and ": Diverged: " in str(failure) and _diverges(case):
+            return "diverged", ""
         if failure.kind == "CRASH" and fails_alike(case, str(failure)):
             return "torch", str(failure).strip().splitlines()[-1]
         return failure.kind, str(failure)
@@ -60,6 +67,12 @@ def _decide(case: Case) -> tuple[str, str]:
     except Exception:
         return "JUDGE", traceback.format_exc()
     return ("WRONG", "; ".join(complaints[:4])) if complaints else ("right", "")
+
+
+def _diverges(case: Case) -> bool:
+    """Whether plain PyTorch runs away from the same rows: a host then ends the run, and says so."""
+    batches = plain_batches(case, make_data(case.model, case.rows, case.seed, torch.float64, case.samples, case.faults))
+    return judge(case, told_of(batches, [])).has_diverged
 
 
 def _wrong_before(case: Case, told: list[list[Told]]) -> str:

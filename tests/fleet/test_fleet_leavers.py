@@ -77,7 +77,8 @@ def tells_its_rank(place: Path, fleet: Any) -> Any:
     """A loop that writes down after each step which worker it is, of how many."""
 
     def on_step(engine: Any) -> None:
-        with (place / f"{os.environ['POTLUCK_NAME']}.ranks").open("a") as file:
+        process = f"{os.environ['POTLUCK_NAME']}.{os.environ.get('RANK', 0)}"
+        with (place / f"{process}.ranks").open("a") as file:
             file.write(f"{json.dumps([engine.step_number, engine.rank, engine.world])}\n")
 
     return train(fleet, on_step=on_step)
@@ -102,8 +103,18 @@ def test_ranks_are_those_of_a_world_while_workers_leave_and_join(tmp_path: Path)
         ranks = [rank for rank, _ in found.values()]
         assert len(worlds) == 1 and len(set(ranks)) == len(ranks), (step, found)
         assert all(0 <= rank < world for rank, world in found.values()) and 0 in ranks, (step, found)
-    assert set(told[8].values()) == {(0, 3), (1, 3), (2, 3)} and told[8]["first"] == (0, 3)
-    assert told[STEPS] == {"second": (0, 2), "third": (1, 2)}
+    assert set(told[8].values()) == {(0, 3), (1, 3), (2, 3)} and told[8]["first.0"] == (0, 3)
+    assert told[STEPS] == {"second.0": (0, 2), "third.0": (1, 2)}
+
+
+def test_each_rank_of_nodes_has_a_rank_of_its_own_in_the_world(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, at_least=2)
+    for name in ("a", "b"):
+        fleet.add_node(name, 2, job=partial(tells_its_rank, tmp_path), policy=LONG)
+    fleet.finish()
+    last = told_ranks(tmp_path)[STEPS]
+    assert {world for _, world in last.values()} == {4}
+    assert sorted(rank for rank, _ in last.values()) == [0, 1, 2, 3], last
 
 
 def told_ranks(place: Path) -> dict[int, dict[str, tuple[int, int]]]:

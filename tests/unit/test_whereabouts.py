@@ -96,6 +96,7 @@ CALLS = {
     "gather": lambda fleet, folder, data: fleet.gather(1.0),
     "mean": lambda fleet, folder, data: fleet.mean(1.0),
     "wait_for_saves": lambda fleet, folder, data: fleet.wait_for_saves(),
+    "load": lambda fleet, folder, data: fleet.load(Path(folder) / "before"),
 }
 
 
@@ -108,6 +109,10 @@ def train(folder: str, options: dict[str, Any], call: str, *, is_slow: bool, at_
         data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, _, loader = fleet.prepare(model, optimizer, data, batch_size=4)  # type: ignore[assignment]
+
+        if call == "load":  # from what all have saved
+            fleet.save(Path(folder) / "before")
+            fleet.wait_for_saves()
 
         def make_call() -> None:
             if is_slow and fleet.rank == 1:
@@ -141,6 +146,7 @@ ALONE: list[tuple[str, dict[str, Any], bool]] = [
     ("gather", {"strategy": potluck.ShardGradOp()}, False),
     ("state_dict", {"strategy": potluck.FullShard()}, False),
     ("wait_for_saves", {}, False),
+    ("load", {}, True),
     ("evaluate", {"policy": WINDOWS}, True),
 ]
 

@@ -175,7 +175,8 @@ class UnevenShards(Sharded):
                 continue
             group = home.get(id(parameter), UNSTEPPED) if parameter.requires_grad else None
             found[id(parameter)] = FlatParamMember(name, parameter, group, tuple(parameter.shape), parameter.dtype)
-        if not any(member.is_trained and member.group != UNSTEPPED for member in found.values()):
+        is_stepped = any(member.is_trained and member.group != UNSTEPPED for member in found.values())
+        if home and not is_stepped:  # a stage may have layers without any, and hold nothing
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
         return found
 

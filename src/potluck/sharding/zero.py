@@ -286,7 +286,7 @@ class ShardedOptimizer(Sharded):
 
     def _check(self, model: nn.Module) -> None:
         self._names = names = {id(parameter): name for name, parameter in model.named_parameters()}
-        if not self.parameters:
+        if not self.parameters and homes(self.optimizer):  # a stage may have layers without any, and hold nothing
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
         claim({names[id(parameter)]: parameter for parameter in self.parameters}, self)
         devices = sorted({str(parameter.device) for parameter in self.parameters})

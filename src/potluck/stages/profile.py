@@ -19,6 +19,7 @@ from potluck.stages.chain import Chain, buffers_outside, check_one, copies, diff
 from potluck.stages.cut import CutStage, LossOf, cut
 from potluck.stages.forms import all_tensors
 from potluck.stages.plan import Layer, Plan, table
+from potluck.stages.recomputing import OWN_GRADIENTS, THROUGH_LAYERS
 from potluck.stages.seats import Activation, generators_of
 from potluck.stages.watch import SEED, Crossings, Watch
 from potluck.words import size
@@ -93,12 +94,6 @@ def _detached(result: Any) -> Activation:
     return tuple(one.detach() for one in all_tensors(result))
 
 
-_OWN_GRADIENTS = (
-    "Cut into stages, a gradient that it takes by itself, with torch.autograd.grad, reaches what the last stage has,"
-    " and no further. Train such a model whole: without stages, or split by ShardGradOp."
-)
-
-
 @contextmanager
 def _explained(layer: Layer) -> Iterator[None]:
     """The whole model has run; so an error is one of running it in stages."""
@@ -108,7 +103,7 @@ def _explained(layer: Layer) -> Iterator[None]:
         raise ConfigError(
             f"The loss function runs with the whole model, and not with the stage of layer {layer.name} ({error}). Up"
             " to its own layers a stage runs the model's own forward on zeros: what cannot be computed from zeros"
-            f" belongs into a layer. {_OWN_GRADIENTS}"
+            f" belongs into a layer. {OWN_GRADIENTS}"
         ) from error
 
 
@@ -173,7 +168,7 @@ def _parts(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -
             if key not in names or own in homes.get(key, ()):
                 continue
             if key not in holders and any(event.name.startswith("grad@") for event in watch.events):
-                raise ConfigError(f"The loss function takes a gradient through several layers. {_OWN_GRADIENTS}")
+                raise ConfigError(THROUGH_LAYERS)
             if key not in holders:
                 what = f"Layer {own}" if own else f"What runs {'after' if place else 'before'} the layers"
                 raise ConfigError(

@@ -17,6 +17,12 @@ from potluck.errors import ConfigError
 
 _hooks = torch._C._autograd
 
+OWN_GRADIENTS = (
+    "Cut into stages, a gradient that it takes by itself, with torch.autograd.grad, reaches what the last stage has,"
+    " and no further. Train such a model whole: without stages, or split by ShardGradOp."
+)
+THROUGH_LAYERS = f"The loss function takes a gradient through several layers. {OWN_GRADIENTS}"
+
 
 def checkpointed(layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs the layer; within a checkpoint of the model's own, as one of its own."""
@@ -46,10 +52,21 @@ def check_keeps_buffers(name: str) -> None:
         )
 
 
+def check_not_for_gradient() -> None:
+    """Refuse a layer that runs again before the loss is there: a gradient that the loss function takes asks for it."""
+    if _is_recomputing():
+        raise ConfigError(THROUGH_LAYERS)
+
+
+def _is_recomputing() -> bool:
+    """Whether a checkpoint computes again what it did not keep."""
+    hooks = _hooks._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook.")
+
+
 def check_not_again(name: str) -> None:
     """Refuses to compute a layer again for operations around it, which are in the same checkpoint."""
-    hooks = _hooks._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook."):
+    if _is_recomputing():
         raise ConfigError(
             f"Layer {name} runs within torch.utils.checkpoint together with operations that follow it, and cut into"
             " stages it cannot be computed again for those. Checkpoint the layer alone, as in checkpoint(block, x,"

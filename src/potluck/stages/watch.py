@@ -29,7 +29,7 @@ from potluck.stages.forms import (
     tensors_in,
 )
 from potluck.stages.plan import Form
-from potluck.stages.recomputing import check_keeps_buffers, check_not_reentrant
+from potluck.stages.recomputing import check_keeps_buffers, check_not_for_gradient, check_not_reentrant
 from potluck.stages.seats import generators_of, seed_of
 from potluck.words import plural
 
@@ -147,6 +147,7 @@ class Watch:
                     " different shapes, let one forward of the model take both."
                 )
             if place != self.done + 1 or self._is_inside:
+                check_not_for_gradient()
                 raise ConfigError(
                     f"Layer {name} runs out of turn: the layers of a model that is cut into stages run once each, in"
                     " the order in which the model has them. To use one several times, let the list have it as often,"
