@@ -76,6 +76,7 @@ PURE = [
     "fleet/ending.py",
     "fleet/evaluation.py",
     "fleet/gathering.py",
+    "fleet/inputs.py",
     "fleet/ledger.py",
     "fleet/membership.py",
     "fleet/plain_peers.py",

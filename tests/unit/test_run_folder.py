@@ -19,6 +19,7 @@ from potluck.errors import ConfigError, JournalError
 from potluck.events import read_events
 from potluck.files import write_whole
 from potluck.fleet.effects import Finish, Record
+from potluck.fleet.inputs import INPUTS
 from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
@@ -269,7 +270,7 @@ def test_a_damaged_journal_without_a_checkpoint_is_refused_and_stays(damaged: Pa
 
 
 def test_a_full_disk_under_the_journal_leaves_a_sentence_and_an_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk fills up in the middle of a run: the step is not committed, and the host ends in order."""
     with hosting(order(out="run")) as host:
@@ -278,7 +279,8 @@ def test_a_full_disk_under_the_journal_leaves_a_sentence_and_an_exit_code(
         (pages,) = host.journal._base.execute("PRAGMA page_count").fetchone()
         host.journal._base.execute(f"PRAGMA max_page_count = {pages}")
         big = record(2, workers=({"name": "x" * 100_000},))
-        host.server._act(lambda now: [Record(big)])
+        monkeypatch.setitem(INPUTS, "a step", lambda core, now: [Record(big)])
+        host.server._act("a step")
         finish = host.server.wait(5)
         assert finish is not None and finish.failed
         host._end(finish)
@@ -293,7 +295,7 @@ def test_a_last_checkpoint_that_was_never_written_is_said_and_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hosting(order(out="run")) as host:
-        host.server._act(lambda now: host.server.core.on_saved(now, 3, "", "The host cannot keep it: no space", 0))
+        host.server._act("saved", 3, "", "The host cannot keep it: no space", 0, False)
         assert host._summarize(Finish("finished")) == 1
     told = capsys.readouterr()
     assert "The host cannot keep it: no space. What was trained after the newest checkpoint is lost." in told.err

@@ -40,8 +40,8 @@ PIECE_BYTES = 4 << 20
 AT_ONCE = (Committed, Work)
 """Short messages that workers wait for in each step."""
 
-Act = Callable[[Callable[[float], list[Effect]]], None]
-"""Calls a function of the coordinator under the server's lock, with the time, and carries out its effects."""
+Act = Callable[..., None]
+"""Feeds the coordinator an input of inputs.py, by its name, under the server's lock, and carries out the effects."""
 
 
 @dataclass
@@ -228,7 +228,7 @@ class Exchange:
         )
         mean.on_part = self._on_part
         mean.on_done = self._on_mean
-        mean.on_bad = lambda *what: self.act(lambda now: self.core.at(now).rounds.on_bad(*what))
+        mean.on_bad = lambda *what: self.act("bad", *what)
         self.layout, self._moments = PayloadLayout.of(description), description.moments
         whole = tuple(range(len(description.parts)))
         self._parts = {True: whole, False: tuple(part for part in whole if part not in self._moments)}
@@ -306,7 +306,7 @@ class Exchange:
             for connection in self.connections.values():
                 if connection.since <= step and not connection.blocks:
                     connection.put(Outgoing(self._whole(step)))
-            self.act(lambda now: self.core.on_mean(now, step))
+            self.act("mean", step)
 
     def _whole(self, step: int) -> Message:
         assert self.mean is not None
@@ -328,7 +328,7 @@ class Exchange:
 
     def taken(self, peer: int, transfer: int) -> None:
         """A chunk of a state that came from this peer has been written, or has left."""
-        self.act(lambda now: self.core.at(now).transfers.on_taken(peer, transfer))
+        self.act("taken", peer, transfer)
 
     def lost(self, connection: PeerConnection, why: str) -> None:
         with self.lock:
@@ -339,7 +339,7 @@ class Exchange:
                 if out.part >= 0:
                     self.release(connection, out.part)
             self.release_owed(connection)
-            self.act(lambda now: self.core.on_closed(now, connection.peer, why))
+            self.act("closed", connection.peer, why)
 
 
 @dataclass

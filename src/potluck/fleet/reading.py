@@ -10,7 +10,6 @@ import numpy as np
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.connection import part_of
-from potluck.fleet.effects import Effect
 from potluck.fleet.exchange import Exchange, ExpectedPayloads, PeerConnection
 from potluck.fleet.mean import PayloadMean, Slot
 from potluck.fleet.shared_memory import SharedView
@@ -69,7 +68,7 @@ class PeerReader:
         elif isinstance(message, SealKey):
             connection.pipe.seal_receiving(message.key)
         elif connection.closing_at is None:
-            self._exchange.act(lambda now: self._core.on_message(now, connection.peer, message))
+            self._exchange.act("message", connection.peer, message)
 
     # Gradients
 
@@ -135,9 +134,7 @@ class PeerReader:
             tail = bulk.finish(connection.fill_after(over, left))
             if expected is not None:
                 step, node, loss = expected.step, expected.nodes[0], float(tail["loss"])
-                self._exchange.act(
-                    lambda now: self._core.at(now).rounds.on_plain_loss(connection.peer, step, node, loss)
-                )
+                self._exchange.act("loss", connection.peer, step, node, loss)
 
         for index, part in enumerate(forward):
             is_last = index == len(forward) - 1
@@ -248,10 +245,9 @@ class PeerReader:
         slot.close()
 
     def _payload_done(self, expected: ExpectedPayloads, slot: Slot) -> None:
-        node, peer = expected.nodes[0], self._connection.peer
-
-        def tell(now: float) -> list[Effect]:  # of a step that was begun anew it would be taken for the next attempt's
-            return self._core.at(now).rounds.on_payload(peer, expected.step, node) if slot.is_current else []
-
-        if node not in expected.useless:
-            self._exchange.act(tell)
+        node = expected.nodes[0]
+        if node in expected.useless:
+            return
+        with self._exchange.lock:  # of a step that was begun anew it would be taken for the next attempt's
+            if slot.is_current:
+                self._exchange.act("payload", self._connection.peer, expected.step, node)

@@ -12,7 +12,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection, PeerWriter
 from potluck.fleet.file_stream import stream_chunks, stream_header
+from potluck.fleet.inputs import feed
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
 from potluck.fleet.now import Travelled, standing_now
@@ -103,7 +105,7 @@ class Server:
             tls,
             stranger_s=min(10.0, coordinator.patience_s),
             on_payload=self._on_lobby_payload,
-            on_closed=lambda guest, why: self._act(lambda now: self.core.on_closed(now, guest.peer, why)),
+            on_closed=lambda guest, why: self._act("closed", guest.peer, why),
             new_peer=itertools.count(1).__next__,
         )
         self._base = BaseSender(None, self._lobby.send)
@@ -135,8 +137,8 @@ class Server:
         """Closes everything, once what is queued has been sent."""
         self._ended.set()
         self._base.end()
-        for feed in list(self._feeds.values()):
-            feed.end()
+        for watcher in list(self._feeds.values()):
+            watcher.end()
         deadline = time.monotonic() + 2.0
         for connection in list(self.connections.values()):
             connection.end()
@@ -144,8 +146,8 @@ class Server:
             time.sleep(0.01)
         for connection in list(self.connections.values()):
             connection.close()
-        for feed in list(self._feeds.values()):
-            feed.close()
+        for watcher in list(self._feeds.values()):
+            watcher.close()
         self.exchange.do(effects.AbandonStep())
         self._lobby.stop()
         for thread in self._threads:
@@ -153,15 +155,15 @@ class Server:
                 thread.join(timeout=2.0)
 
     def request_stop(self) -> None:
-        self._act(lambda now: self.core.at(now).ending.request_stop())
+        self._act("stop")
 
     def fail(self, sentence: str) -> None:
         """Ends the run: what is told of it cannot be kept, as on a full disk."""
-        self._act(lambda now: [effects.Finish(sentence, failed=True)])
+        self._act("fail", sentence)
 
     def order(self, action: str, worker: int | None) -> None:
         """What a person wants who may have it."""
-        self._act(lambda now: self.core.at(now).orders.carry_out(action, worker))
+        self._act("order", action, worker)
 
     def now(self) -> dict[str, Any]:
         """How things stand, as the page shows them."""
@@ -170,11 +172,18 @@ class Server:
 
     # Deciding and doing
 
-    def _act(self, decide: Callable[[float], list[Effect]]) -> None:
+    def _act(self, name: str, *what: Any) -> None:
+        """Feeds the coordinator an input of inputs.py, and does what it decides."""
+        with self._deciding():
+            for effect in feed(self.core, time.monotonic(), name, *what):
+                self._do(effect)
+
+    @contextmanager
+    def _deciding(self) -> Iterator[None]:
+        """One thread at a time; what goes wrong within it ends the run."""
         with self._lock:
             try:
-                for effect in decide(time.monotonic()):
-                    self._do(effect)
+                yield
             except PotluckError as error:  # a sentence: a disk that is full, say
                 self._do(effects.Finish(str(error), failed=True))
             except Exception as error:  # of a thread of ours: nobody would hear of it, and everybody would wait
@@ -235,7 +244,7 @@ class Server:
         if found is not None:
             self._restored = found[0], found[1].step
         standing = self.journal.go_back(found[1] if found is not None else None)
-        self._act(lambda now: self.core.restored(now, standing))
+        self._act("restored", standing)
 
     def _send_checkpoint(self, peer: int, transfer: int) -> None:
         assert self._restored is not None
@@ -254,14 +263,14 @@ class Server:
                 self._close(peer)
 
     def _on_saved(self, step: int, folder: str, error: str, size: int, theirs: bool) -> None:
-        self._act(lambda now: self.core.on_saved(now, step, folder, error, size, theirs=theirs))
+        self._act("saved", step, folder, error, size, theirs)
 
     # Peers
 
     def _on_lobby_payload(self, guest: Guest, payload: memoryview) -> None:
         assert guest.codec is not None
         message = heard(decode(payload, guest.codec))
-        self._act(lambda now: self.core.on_message(now, guest.peer, message, guest.address))
+        self._act("message", guest.peer, message, guest.address)
         if guest.peer in self.core.membership.members:
             self._lobby.know(guest.peer)
 
@@ -302,11 +311,11 @@ class Server:
 
         def end(why: str) -> None:
             self._feeds.pop(peer, None)
-            self._act(lambda now: self.core.on_closed(now, peer, why))
+            self._act("closed", peer, why)
 
-        feed = WatcherFeed(pipe, *self._told_in, bytes(guest.out), end)
-        self._feeds[peer] = feed
-        self._spawn(feed.run, f"watcher {peer}")
+        watcher = WatcherFeed(pipe, *self._told_in, bytes(guest.out), end)
+        self._feeds[peer] = watcher
+        self._spawn(watcher.run, f"watcher {peer}")
 
     def _send(self, effect: effects.Send) -> None:
         connection = self.connections.get(effect.peer)
@@ -334,21 +343,22 @@ class Server:
 
     def _tick(self) -> None:
         while not self._ended.wait(TICK_S):
-            self._act(self._on_tick)
+            with self._deciding():
+                heard = self._look_at_peers(time.monotonic())
+                waits_for = self.exchange.mean.waits_for if self.exchange.mean is not None else set()
+                self._act("tick", heard, sorted(waits_for))
 
-    def _on_tick(self, now: float) -> list[Effect]:
-        for feed in list(self._feeds.values()):
-            if feed.part_if_stuck(now):
+    def _look_at_peers(self, now: float) -> dict[int, float]:
+        """When each was last heard. Those who do not read what they are sent are parted from."""
+        for watcher in list(self._feeds.values()):
+            if watcher.part_if_stuck(now):
                 dropped = Noticed(sentence=f"One who watched read nothing for {STUCK_S:g} s, and is told no more.")
                 _tell(partial(self.on_event, dropped))
         for connection in self.connections.values():
             if connection.closing_at is not None and now - connection.closing_at > LAST_WORDS_S:
                 connection.close()  # it does not read, and averages that wait for it keep the others waiting
             connection.expire_slow(TICK_S, UNREAD * self.core.patience_s)
-            self.core.on_heard(now if connection.held else connection.pipe.heard_at, connection.peer)
-        effects = self.core.on_tick(now)
-        waits_for = self.exchange.mean.waits_for if self.exchange.mean is not None else set()
-        return effects + self.core.stragglers.part_with_silent(waits_for)
+        return {c.peer: now if c.held else c.pipe.heard_at for c in self.connections.values()}
 
     def _spawn(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)

@@ -2,8 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect
 from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection
+from potluck.fleet.inputs import feed
 from potluck.fleet.journal import Journal
 from potluck.fleet.mean import PayloadMean
 from potluck.fleet.pipe import Pipe
@@ -82,7 +82,7 @@ class Host:
         self.disk = disk
         self.lines: dict[int, Line] = {}
         self.clock = ProcessClock(fleet.clock)
-        self.exchange = Exchange(coordinator, self._decide, threading.RLock(), is_local=False)
+        self.exchange = Exchange(coordinator, self.decide, threading.RLock(), is_local=False)
         self.is_up = True
         self.reads_first = False
         """Whether, on waking, it reads what has come before its clock ticks."""
@@ -110,8 +110,9 @@ class Host:
 
     # Deciding and doing
 
-    def _decide(self, decide: Callable[[float], list[Effect]]) -> None:
-        self.act(decide(self.clock.now))
+    def decide(self, name: str, *what: Any) -> None:
+        """Feeds the coordinator an input of inputs.py, and does what it decides."""
+        self.act(feed(self.core, self.clock.now, name, *what))
 
     def act(self, found: list[Effect]) -> None:
         for effect in found:
@@ -119,7 +120,7 @@ class Host:
         self._wake_held()
 
     def _do(self, effect: Effect) -> None:
-        now, line = self.clock.now, self.lines.get(getattr(effect, "peer", -1))
+        line = self.lines.get(getattr(effect, "peer", -1))
         match effect:
             case effects.Send():
                 self._send(line, effect)
@@ -144,11 +145,11 @@ class Host:
                 self.disk.begin(effect.step, effect.header, self._on_saved)
             case effects.SaveChunk():
                 self.disk.feed(bytes(effect.data))
-                self.act(self.core.at(now).transfers.on_taken(effect.peer, SAVE))
+                self.decide("taken", effect.peer, SAVE)
             case effects.SaveAbort():
                 self.disk.abort()
             case effects.Restore():
-                self._restore(now)
+                self._restore()
             case effects.SendCheckpoint() if line is not None:
                 self._send_checkpoint(line, effect.transfer)
             case effects.Finish():
@@ -162,7 +163,7 @@ class Host:
         if line is not None:
             line.send_down(effect.message)
             if effect.credit is not None:
-                self.act(self.core.at(self.clock.now).transfers.on_taken(*effect.credit))
+                self.decide("taken", *effect.credit)
 
     def _describe(self, description: Description) -> None:
         """With a mean that takes so few numbers at a time that even a toy's parts arrive in several."""
@@ -195,11 +196,11 @@ class Host:
             if isinstance(item, Payload) and not self._pour(line, item):
                 return
             line.up.popleft()
-            self.core.on_heard(self.clock.now, line.peer)
+            self.decide("heard", line.peer)
             if isinstance(item, Lost):
                 self._lost(line, item.why)
             elif isinstance(item, Message) and not line.closing:
-                self.act(self.core.on_message(self.clock.now, line.peer, item))
+                self.decide("message", line.peer, item)
 
     def _pour(self, line: Line, item: Payload) -> bool:
         if line.connection is None:
@@ -234,7 +235,7 @@ class Host:
         if line.connection is not None:
             self.exchange.lost(line.connection, why)
         else:
-            self.act(self.core.on_closed(self.clock.now, line.peer, why))
+            self.decide("closed", line.peer, why)
 
     def _tick(self) -> None:
         if not self.is_up:
@@ -243,11 +244,9 @@ class Host:
             late_s = 0.001 if self.reads_first else 0.0
             self.fleet.clock.at(self.clock.stopped_until + late_s, self._tick)
             return
-        for line in self.lines.values():
-            if line.connection is not None and line.connection.held:  # its bytes are not being read, on purpose
-                self.core.on_heard(self.clock.now, line.peer)
-        self.act(self.core.on_tick(self.clock.now))
-        self.act(self.core.stragglers.part_with_silent(self._wait_for()))
+        held = [line for line in self.lines.values() if line.connection is not None and line.connection.held]
+        # The bytes of those are not being read, on purpose.
+        self.decide("tick", dict.fromkeys((line.peer for line in held), self.clock.now), self._wait_for())
         self.ran_at = self.fleet.clock.now
         self.fleet.clock.after(TICK_S, self._tick)
 
@@ -263,15 +262,15 @@ class Host:
             if self.clock.is_stopped:
                 self.fleet.clock.at(self.clock.stopped_until, tell)
             elif self.is_up:
-                self.act(self.core.on_saved(self.clock.now, step, folder, error, size, theirs=theirs))
+                self.decide("saved", step, folder, error, size, theirs)
 
         self.fleet.clock.after(self.disk.late_s, tell)
 
-    def _restore(self, now: float) -> None:
+    def _restore(self) -> None:
         self.fleet.restores += 1
         assert self.fleet.restores < 100, "the run is restored again and again"
         self._restored = self.disk.newest
-        self.act(self.core.restored(now, self.journal.go_back(self.disk.standing)))
+        self.decide("restored", self.journal.go_back(self.disk.standing))
 
     def _send_checkpoint(self, line: Line, transfer: int) -> None:
         step = self._restored
