@@ -104,7 +104,7 @@ def refuse_replacements(module: nn.Module, places: Sequence[SplitPlace]) -> None
 
 
 def name_parameter(parameter: Tensor, name: str) -> None:
-    """What it is called in the sentences."""
+    """Set the name by which refusals call this parameter."""
     parameter._name_of_split = name  # type: ignore[attr-defined]
 
 
@@ -135,7 +135,7 @@ def watch(parameters: Iterable[Tensor]) -> None:
 
 
 def check_unwritten(parameters: Iterable[tuple[Tensor, int]]) -> None:
-    """Of parameters that are whole for a while: their versions are still these. Ends the watch."""
+    """Check that none of these gathered parameters was written since it had its version, and stop watching them."""
     for parameter, version in parameters:
         if type(parameter) is WatchedParameter:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]

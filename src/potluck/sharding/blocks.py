@@ -35,8 +35,8 @@ def is_staged(model: nn.Module) -> bool:
 
 
 def untied(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those blocks that can be gathered by themselves. One that runs in several places, or has a weight that another
-    block or the rest of the model has too, is left to what is around it."""
+    """Select the blocks that can be gathered by themselves. One that runs in several places, or has a weight that
+    another block or the rest of the model has too, is left to what is around it."""
     units = [block for block in dict.fromkeys(blocks) if sum(block is other for other in blocks) == 1]
     while True:
         inside = {unit: set(unit.modules()) for unit in units}

@@ -86,7 +86,7 @@ class _CodedReduction:
 
 
 def add_up(coding: Coding, heard: Sequence[Tensor], out: Tensor) -> Tensor:
-    """What each rank has sent, in order of rank, so that nobody's sum has other bits."""
+    """Decode and add what each rank has sent, in order of rank, so that the sum has the same bits on every rank."""
     flat = out.view(-1)
     total = flat if flat.dtype is torch.float32 else torch.empty(len(flat), device=out.device)  # sums are of float32
     decode(coding, heard[0].to(out.device), total)
@@ -219,7 +219,8 @@ class _Reduce(_Allocating, ReduceScatter):
 
 
 class CodedScatter(_Allocating, ReduceScatter):
-    """The same where torch's own collectives are used: they are put on a stream, in the order of all ranks."""
+    """Reduce-scatter coded gradients where torch's own collectives run: they are put on a stream, in an order that all
+    ranks share."""
 
     def __init__(self, ranks: Collectives) -> None:
         self._ranks = ranks

@@ -42,7 +42,8 @@ IN_USE = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
 
 class FullyShardedUnits:
-    """Of the model's blocks, and of the root, which every forward gathers first and every backward sums last."""
+    """Keeps the ranks' collectives for blocks in one order, and for the root, which every forward gathers first and
+    every backward sums last."""
 
     def __init__(
         self,
@@ -403,7 +404,7 @@ class FullySharded(Sharded):
         return FullyShardedUnits(self.model, blocks, over, before_sum=self._before_sum, gathers_ahead=ahead)
 
     def _before_sum(self, unit: object) -> None:
-        """What is added to must have arrived, and so must what is added."""
+        """Wait for a sum of this unit that is still under way, since the next one adds to the same gradient."""
         if unit in self._summed and self._lent is not None:
             self._lent.finish()
             self._lent.arm(waits=True)
@@ -431,7 +432,7 @@ class FullySharded(Sharded):
         self._point(numbered, whole)
 
     def _span(self, name: str, shape: tuple[int, ...]) -> Span:
-        """Which rows are here: as torch.chunk cuts them."""
+        """Locate the rows that this rank holds: torch.chunk cuts them."""
         each = -(-shape[0] // self.collectives.world)
         first, last = (min(shape[0], each * rank) for rank in (self.collectives.rank, self.collectives.rank + 1))
         size = torch.Size(shape[1:]).numel()
@@ -470,7 +471,8 @@ class FullySharded(Sharded):
         return self._units.used
 
     def drop_unused(self) -> None:
-        """Of those that other stages have too. What else no rank has used has no gradient since finish()."""
+        """Mark tied parameters that no stage has used. Any other that no rank has used has no gradient since
+        finish()."""
         self._idle = self.tied_names - self.used_in_stages
 
     @torch.no_grad()

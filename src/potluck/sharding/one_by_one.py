@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 TRIALS = 3
 """Steps of a trial: what is kept from one step to the next counts from the second on."""
 LARGEST = 4
-"""Of each dimension of a copy."""
+"""Largest size of each dimension of a copy."""
 OUR_OWN = {"step", "zero_grad", "add_param_group"}
 """Methods that prepare() has put over those of the class."""
 COMMON = {"defaults", "param_groups", "state"}
@@ -52,19 +52,19 @@ def _inside(value: Any, depth: int = 2) -> Iterator[Any]:
 
 
 def _probes(optimizer: Optimizer) -> Probes:
-    """Of each group two: of as many dimensions as its first parameter and its last, and with large gradients, so that
-    whatever limits a norm does so."""
+    """Make two small parameters for each group, with as many dimensions as its first and its last. Their gradients are
+    large, so that anything that limits a norm shows."""
     draw = torch.Generator().manual_seed(0)
-    found: Probes = []
+    probes: Probes = []
     for group in optimizer.param_groups:
-        found.append([])
+        probes.append([])
         for like in (group["params"][0], group["params"][-1]) if group["params"] else ():
             shape = tuple(min(LARGEST, size) for size in like.shape)
             dtype = like.dtype if like.is_floating_point() else torch.float32
             probe = nn.Parameter(torch.randn(shape, generator=draw).to(like.device, dtype))
             probe.grad = (100 * torch.randn(shape, generator=draw)).to(like.device, dtype)
-            found[-1].append(probe)
-    return found
+            probes[-1].append(probe)
+    return probes
 
 
 def _try(optimizer: Optimizer, probes: Probes) -> Probes:

@@ -13,7 +13,7 @@ from potluck.agree.shares import share_out
 from potluck.words import check_at_least
 
 STATE_BYTES = 2 * 4
-"""Of one parameter: Adam's two means, in float32."""
+"""Bytes of Adam's state for one parameter: two means in float32."""
 
 
 def check_weights(weights: Sequence[float]) -> None:

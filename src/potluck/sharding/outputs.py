@@ -1,4 +1,4 @@
-"""What a block leaves behind for its backward: the tensors in its output, whatever holds them.
+"""Finds the tensors that a block leaves behind for its backward: those in its output, whatever holds them.
 
 A split block is gathered again when the gradient of something that it gave arrives. So each of these tensors gets a
 hook. torch looks for them in tuples, lists, dicts and, in newer versions, dataclasses; models return any object.
@@ -23,36 +23,36 @@ NOT_OURS = frozenset(vars(nn.Module()))
 
 
 def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
-    """Those in containers and in attributes of objects, however deep; and whether there may be others, as in a
-    function or an iterator, where nobody can look."""
-    found: dict[int, Tensor] = {}
+    """List the tensors in containers and in attributes of objects, however deep; and whether there may be others, as in
+    a function or an iterator, where nobody can look."""
+    tensors: dict[int, Tensor] = {}
     seen: dict[int, Any] = {}
     hides, left = False, deque([value])
     while left:
         one = left.popleft()
         if isinstance(one, Tensor):
-            found[id(one)] = one
+            tensors[id(one)] = one
         elif not isinstance(one, PLAIN) and id(one) not in seen:
             seen[id(one)] = one
             parts = None if isinstance(one, nn.Module) or len(seen) > MOST_OBJECTS else _parts(one)
             hides |= parts is None
             left.extend(parts or ())
-    return list(found.values()), hides
+    return list(tensors.values()), hides
 
 
 def kept_by(block: nn.Module) -> list[Tensor]:
-    """What a block's forward has put on its modules beside its output, such as a part of the loss."""
-    found: list[Any] = []
+    """List the tensors that a block's forward has put on its modules beside its output, such as a part of the loss."""
+    values: list[Any] = []
     for module in block.modules():
         for name, value in vars(module).items():
             if name not in NOT_OURS:
                 near = list(value.values()) if isinstance(value, dict) else value
-                found += near if isinstance(near, list | tuple) else [near]
-    return [each for each in found if isinstance(each, Tensor)]
+                values += near if isinstance(near, list | tuple) else [near]
+    return [each for each in values if isinstance(each, Tensor)]
 
 
 def later(tensors: Iterable[Tensor], began: int) -> list[Tensor]:
-    """Those that were computed since autograd's count of operations stood there."""
+    """Select the tensors that were computed since autograd's count of operations was `began`."""
     return [each for each in tensors if each.grad_fn is not None and each.grad_fn._sequence_nr() >= began]
 
 

@@ -38,7 +38,8 @@ class Lasts:
         self._differ = False
 
     def tell(self, is_announced: bool) -> list[bool]:
-        """What a rank says of a backward; of one that was not announced, as in a loss, nothing."""
+        """Return this rank's flags for a backward: it is the last, it is not. One that was not announced, as in a loss,
+        sets none."""
         return [is_announced and self.last, is_announced and not self.last]
 
     def hear(self, told_by_any: Sequence[bool]) -> None:
@@ -136,12 +137,12 @@ class Passes:
 
     def _way_back(self) -> list[int]:
         """A unit is gathered before the one after it has its gradients, so that it arrives meanwhile."""
-        found: list[int] = []
+        operations: list[int] = []
         for unit in reversed(range(self.units)):
-            found.append(self.gather(unit))
+            operations.append(self.gather(unit))
             if unit + 1 < self.units:
-                found.append(self.sum(unit + 1))
-        return [*found, self.sum(0)] if self.units else []
+                operations.append(self.sum(unit + 1))
+        return [*operations, self.sum(0)] if self.units else []
 
     def _go_to(self, place: int, *, wanted: bool = False) -> None:
         """`wanted`: the operation at that place; what comes before it is skipped."""
@@ -174,10 +175,11 @@ class Passes:
         self._begin(operation, wanted)
 
     def _ask(self, wish: int) -> int:
-        """Which wish all fulfil now: the first in number. They ask at the same place, so their traces are alike."""
-        told = torch.tensor([-wish, *self._wanted, *self._used()], dtype=torch.int32)
-        self._agree(told)
-        agreed, flags = -int(told[0]), told[1:].tolist()
+        """Agree on the operation that all ranks do now: the lowest number that one asks for. They ask at the same
+        place, so their traces are alike."""
+        flags_of_ranks = torch.tensor([-wish, *self._wanted, *self._used()], dtype=torch.int32)
+        self._agree(flags_of_ranks)
+        agreed, flags = -int(flags_of_ranks[0]), flags_of_ranks[1:].tolist()
         self._wanted_by_any = [bool(flag) for flag in flags[: len(self._trace)]]
         self.used_by_any = [bool(flag) for flag in flags[len(self._trace) :]]
         return agreed

@@ -81,7 +81,7 @@ class Ranges(TensorFiles):
 
 
 def type_name(tensor: Tensor) -> str:
-    """What a file calls its type."""
+    """Return the safetensors name of a tensor's dtype."""
     if tensor.dtype not in _NAMES:
         raise CheckpointError(f"Tensors of {tensor.dtype} have no place in a checkpoint.")
     return _NAMES[tensor.dtype]

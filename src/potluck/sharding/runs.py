@@ -1,4 +1,4 @@
-"""What one rank owns of a model, laid flat; the same words for every way to split it.
+"""Lays flat the part of a model that one rank owns; every way to split a model uses these classes.
 
 A Run is what the optimizer takes for a parameter: the numbers of one, or of a part of it. It has a state of its own,
 and its own count of steps, so one that a step has not used is left alone as in plain PyTorch.
@@ -39,9 +39,10 @@ REASONS: dict[type[Optimizer], str] = {
     torch.optim.SparseAdam: "its gradients are sparse",
 }
 COUNTERS = {"step", "eta", "mu", "mu_product"}
-"""What optimizers keep once for a whole parameter. Of one that is a single number, it has the shape of all the rest."""
+"""State that an optimizer keeps once per parameter. For a parameter of one number it has the shape of all other
+state."""
 SMALLEST = 1e-37
-"""Of scales that float32 holds with all of its digits, as it does their inverse."""
+"""Smallest scale that float32 holds with all of its digits, as it does its inverse."""
 _MARK = "_sharded_by"
 """On a parameter: what has split it."""
 
@@ -119,7 +120,7 @@ def can_skip(optimizer: Optimizer) -> bool:
 
 
 def _is_small_on_gpu(parameter: Tensor) -> bool:
-    """What it is scaled by has 32 bits."""
+    """Tell whether it is on a GPU and not in float64: the kernels' factor has 32 bits."""
     return parameter.is_cuda and parameter.dtype != torch.float64
 
 
@@ -197,7 +198,8 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
 
 
 def run_of(flat: Tensor, gradient: Tensor | None, at: int, span: Span) -> FlatRun:
-    """Of numbers that begin at `at` in memory which holds several; no `gradient`: it is not stepped."""
+    """Make a run of the numbers that begin at `at` in memory which holds several runs. Without `gradient` it is not
+    stepped."""
     parameter = nn.Parameter(flat[at : at + span.size], requires_grad=gradient is not None)
     if gradient is not None:
         parameter.grad = gradient[at : at + span.size]
@@ -223,17 +225,17 @@ def repoint(optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun]], whole: Ma
 def _part_of(run: FlatRun, whole: nn.Parameter, known: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a whole parameter's state that a run holds; what is not of the parameter's shape, all of it."""
     span = run.span
-    found: dict[str, Any] = {}
+    part: dict[str, Any] = {}
     for key, value in known.items():
         if isinstance(value, Tensor) and value.shape == whole.shape and key not in COUNTERS:
-            found[key] = value.reshape(-1)[span.start : span.end].clone().view_as(run.parameter)
+            part[key] = value.reshape(-1)[span.start : span.end].clone().view_as(run.parameter)
         else:
-            found[key] = value.clone() if isinstance(value, Tensor) else value
-    return found
+            part[key] = value.clone() if isinstance(value, Tensor) else value
+    return part
 
 
 def state_at(device: torch.device, known: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of a parameter, where that lies now; what it counts stays in host memory unless kernels count."""
+    """Move a parameter's optimizer state to a device. Its counters stay in host memory, unless kernels count."""
     counts_there = group.get("fused") or group.get("capturable")
     return {
         key: value.to(device) if isinstance(value, Tensor) and (counts_there or key not in COUNTERS) else value
@@ -242,14 +244,14 @@ def state_at(device: torch.device, known: Mapping[str, Any], group: Mapping[str,
 
 
 def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:
-    """Of the memory under them, each piece of it counted once."""
+    """Count the bytes of memory under these tensors and the optimizer's state, each storage once."""
     values = [value for each in optimizer.state.values() for value in each.values()]
     state = [part for value in values if isinstance(value, Tensor) and value.dim() for part in _memory_of(value)]
-    found = {}
+    sizes = {}
     for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("state", state)):
         storages = [tensor.untyped_storage() for tensor in tensors]
-        found[kind] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    return found
+        sizes[kind] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sizes
 
 
 def _memory_of(tensor: Tensor) -> list[Tensor]:
@@ -286,7 +288,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Of each by itself, to the bit as total_norm() has them before it takes them together."""
+    """Return the norm of each tensor, to the bit as total_norm() has it before it combines them."""
     is_foreach = tensors[0].is_cuda
     found = torch._foreach_norm(list(tensors)) if is_foreach else [torch.linalg.vector_norm(t) for t in tensors]
     return torch.stack(list(found))

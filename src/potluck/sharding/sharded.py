@@ -39,7 +39,7 @@ class SplitRequest:
     nodes: dist.ProcessGroup | None = None
     """If `group` is one node of several: the ranks of our place in each."""
     sum_over: Callable[[dist.ProcessGroup], Callable[[Tensor], None]] | None = None
-    """Of the ranks of our place in each node: what sums a gradient over them; none: torch's own."""
+    """Makes the function that sums a gradient over the ranks of our place in each node; none: torch's own."""
     own_units: bool = False
     """FullShard and HybridShard use units.py, since torch's fully_shard would not train this model right."""
 
@@ -51,13 +51,13 @@ class Sharded:
     runs: list[FlatRun]
     """All that this rank owns of the trained parameters; the runs of all ranks of `collectives` are the whole model."""
     rest: list[FlatRun]
-    """The same of parameters that are split too and that the optimizer does not have, such as frozen ones."""
+    """Runs of parameters that are split too and that the optimizer does not have, such as frozen ones."""
     mirrors: Sequence[FlatRun] = ()
     """Runs that other ranks own too, and write: this one only reads them, such as a weight that two stages have."""
     split: dict[str, Spec]
     """Every parameter that is split over ranks, by name, whichever rank owns it; every rank has all else whole."""
     whole_steps: WholeSteps | None = None
-    """Of parameters that are each stepped whole, by one rank."""
+    """Steps parameters that are each stepped whole, by one rank."""
     group_names: list[list[str]]
     """The names of the whole parameters of each of the optimizer's groups, as they were given."""
     collectives: Collectives
@@ -69,7 +69,7 @@ class Sharded:
     tied_names: Set[str] = frozenset()
     """Parameters that other stages have too: where one of them has used it, all have its gradient."""
     used_in_stages: Set[str] = frozenset()
-    """Those of them that any stage of this pipeline has used in this step."""
+    """Tied parameters that any stage of this pipeline has used in this step."""
     _idle: Set[str] = frozenset()
     """Parameters that no rank has used in this step."""
     _in_loss: bool = False
@@ -83,7 +83,7 @@ class Sharded:
 
     @property
     def state_runs(self) -> list[FlatRun]:
-        """What the optimizer takes for parameters on this rank, and keeps something of."""
+        """List what the optimizer steps as parameters on this rank and has state for."""
         return [*self.runs, *(self.whole_steps.owned if self.whole_steps is not None else ())]
 
     def _point(self, numbered: Sequence[tuple[int, FlatRun]], whole: Mapping[str, nn.Parameter]) -> None:
@@ -106,11 +106,11 @@ class Sharded:
     def tied(self) -> dict[str, str]:
         """Further names of split parameters, and the first name of each."""
         first: dict[int, str] = {}
-        found: dict[str, str] = {}
+        first_names: dict[str, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if (known := first.setdefault(id(parameter), name)) != name and known in self.split:
-                found[name] = known
-        return found
+                first_names[name] = known
+        return first_names
 
     def code(self, coding: Coding | None) -> None:
         """From the next backward on: how gradients travel to their owners; none: as they are."""
@@ -143,7 +143,7 @@ class Sharded:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Of the whole gradient, on every rank alike."""
+        """Compute the norm of the whole gradient; every rank gets the same."""
         norm = total_norm([*self.gradients(), *self.unstepped()])
         if self.collectives.world == 1:
             return norm
@@ -242,7 +242,7 @@ class Sharded:
             check_hooks(self.optimizer)
 
     def memory_bytes(self) -> dict[str, int]:
-        """What this rank holds of the model between backward and step."""
+        """Count the bytes that this rank holds of the model between backward and step."""
         return held_bytes(self._parameters(), self.gradients(), self.optimizer)
 
     def _parameters(self) -> list[Tensor]:

@@ -27,14 +27,14 @@ class SplitParameter(DTensor):
             raise ConfigError(outside(_first(args, kwargs)))
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                found = func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            found = error
-        if found is not None and _is_computed(found):
+            result = error
+        if result is not None and _is_computed(result):
             raise ConfigError(outside(_first(args, kwargs)))
-        return _for_apply(func, args[0], found) if func in CONVERSIONS else found
+        return _for_apply(func, args[0], result) if func in CONVERSIONS else result
 
 
 RANDOM = {
@@ -59,20 +59,20 @@ def _first(args: Any, kwargs: Any) -> Tensor:
     return next(each for each in tree_leaves((args, kwargs or {})) if isinstance(each, SplitParameter))
 
 
-def _for_apply(func: Any, given: Tensor, found: Tensor) -> Tensor:
-    """What model.to() of the device where a model is gives: it makes a parameter of each, which takes a tensor whose
-    detach() is of its class. Any other detach() is torch's own, which others can load."""
+def _for_apply(func: Any, parameter: Tensor, result: Tensor) -> Tensor:
+    """Let model.to() keep a model where it is: it makes a parameter of each result, which takes a tensor whose detach()
+    is of its class. Any other detach() is torch's own, which others can load."""
     is_again = func is Tensor.detach
-    if (is_again and not hasattr(given, "_for_apply")) or (
-        not is_again and (found is not given or torch.is_grad_enabled())
+    if (is_again and not hasattr(parameter, "_for_apply")) or (
+        not is_again and (result is not parameter or torch.is_grad_enabled())
     ):
-        return found
+        return result
     with torch._C.DisableTorchFunctionSubclass():
-        found = found if is_again else found.detach()
-    mark_split(found, name_of(given))
+        result = result if is_again else result.detach()
+    mark_split(result, name_of(parameter))
     if not is_again:
-        found._for_apply = True  # type: ignore[attr-defined]
-    return found
+        result._for_apply = True  # type: ignore[attr-defined]
+    return result
 
 
 def _is_computed(found: Any) -> bool:

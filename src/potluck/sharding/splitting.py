@@ -145,7 +145,7 @@ def _weights(strategy: FullShard | ShardGradOp, wanted: SplitRequest) -> list[fl
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a device has left, as it is now: for a CPU, of this process's own limit or of the machine."""
+    """Return the memory that a device has left now; for a CPU, of this process's own limit or of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if (limit := own_memory_limit()) is None:

@@ -41,7 +41,7 @@ class Piece:
     file: int
     """Its number among the files."""
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: str
-    """As a file calls it, such as F32."""
+    """The dtype's name in the file, such as F32."""
     pieces: list[Piece] = field(default_factory=list)
     """By their start; some may hold the same numbers."""
 
@@ -132,11 +132,11 @@ class TensorFiles:
                 if (header[key]["dtype"], header[key]["shape"][-1:]) != ("F64", [2]):
                     raise ValueError(f"{key} is not of pairs")
                 header[key] |= {"dtype": "C128", "shape": header[key]["shape"][:-1]}
-            for key, told in header.items():
-                name, shape, start, end = spans.get(key) or (key, told["shape"], 0, math.prod(told["shape"]))
-                stored = self.tensors.setdefault(name, Stored(tuple(shape), told["dtype"]))
-                low, high = told["data_offsets"]
-                if (stored.shape, stored.dtype) != (tuple(shape), told["dtype"]):
+            for key, entry in header.items():
+                name, shape, start, end = spans.get(key) or (key, entry["shape"], 0, math.prod(entry["shape"]))
+                stored = self.tensors.setdefault(name, Stored(tuple(shape), entry["dtype"]))
+                low, high = entry["data_offsets"]
+                if (stored.shape, stored.dtype) != (tuple(shape), entry["dtype"]):
                     raise ValueError(f"{name} is not of one shape and type in all files")
                 if high - low != (end - start) * SIZES[stored.dtype] or not 0 <= start <= end <= stored.size:
                     raise ValueError(f"{key} is not of the size that it says")
@@ -169,7 +169,7 @@ class SafetensorsHeader:
     data: bytes
     order: list[str]
     total_bytes: int
-    """Of the file."""
+    """Size of the file."""
 
 
 def make_header(
@@ -183,15 +183,15 @@ def make_header(
     order = sorted(tensors, key=lambda name: (place[tensors[name][0]], name))
     pairs = [name for name in order if tensors[name][0] == "C128"]
     notes = {**(notes or {}), "pairs": pairs} if pairs else notes
-    told: dict[str, Any] = {"__metadata__": {NOTES: json.dumps(notes)}} if notes else {}
+    header: dict[str, Any] = {"__metadata__": {NOTES: json.dumps(notes)}} if notes else {}
     at = 0
     for name in order:
         dtype, shape = tensors[name]
         size = math.prod(shape) * SIZES[dtype]
         dtype, shape = ("F64", (*shape, 2)) if dtype == "C128" else (dtype, shape)
-        told[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
-    text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return SafetensorsHeader(struct.pack("<Q", len(text)) + text, order, 8 + len(text) + at)
 
@@ -204,7 +204,7 @@ def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """What it says of its tensors, and where their bytes begin."""
+    """Read a file's header: what it says of its tensors, and where their bytes begin."""
     with file.open("rb") as opened:
         (size,) = struct.unpack("<Q", opened.read(8))
         if size > MOST_HEADER_BYTES:

@@ -21,7 +21,8 @@ class NoShard:
     """Whether each rank has every parameter all the time."""
 
     def bytes_per_parameter(self, world: int) -> float:
-        """What a rank holds for each parameter in fp32 with Adam's two means, where all have equal parts."""
+        """Estimate the bytes that a rank holds for each parameter in fp32 with Adam's two means, where all have equal
+        parts."""
         return 16.0
 
 
@@ -34,7 +35,7 @@ _without_buddies = removed(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
-    """What FullShard and ShardGradOp have in common: all ranks together are one replica."""
+    """The options that FullShard and ShardGradOp share: all ranks together are one replica."""
 
     weights: Weights = ()
     """Each rank's part, in proportion: one number per rank, or "memory" for each device's free memory. Empty: equal."""

@@ -121,7 +121,7 @@ class UnevenShards(Sharded):
         return [home.gradient for (_, group), home in homes if home.gradient is not None and group != UNSTEPPED]
 
     def share(self) -> None:
-        """What was gathered before the runs were written is out of date."""
+        """Release every unit: what was gathered before the runs were written is out of date."""
         for unit in self._units:
             unit.release()
 
@@ -169,16 +169,16 @@ class UnevenShards(Sharded):
     def _members(self) -> dict[int, FlatParamMember]:
         """By a parameter's id, so that a tied one is there once."""
         home = homes(self.optimizer)
-        found = {}
+        members = {}
         for name, parameter in self.model.named_parameters():
             if stays_whole(parameter):
                 continue
             group = home.get(id(parameter), UNSTEPPED) if parameter.requires_grad else None
-            found[id(parameter)] = FlatParamMember(name, parameter, group, tuple(parameter.shape), parameter.dtype)
-        is_stepped = any(member.is_trained and member.group != UNSTEPPED for member in found.values())
+            members[id(parameter)] = FlatParamMember(name, parameter, group, tuple(parameter.shape), parameter.dtype)
+        is_stepped = any(member.is_trained and member.group != UNSTEPPED for member in members.values())
         if home and not is_stepped:  # a stage may have layers without any, and hold nothing
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
-        return found
+        return members
 
     def _plan(self, blocks: list[nn.Module], members: dict[int, FlatParamMember]) -> None:
         """A unit for each block, and the root for whatever is in no block, or is tied to something outside its own."""
@@ -274,7 +274,7 @@ class UnevenShards(Sharded):
         unit.gather(self.collectives)
 
     def _begin(self, operation: int, wanted: bool) -> None:
-        """Of passes.py: what all ranks begin now."""
+        """Begin an operation that passes.py has all ranks begin now."""
         unit = self._blocks[operation % len(self._blocks)]
         if operation >= len(self._blocks):
             self._start_sums_of(unit)

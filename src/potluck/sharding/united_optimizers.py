@@ -74,7 +74,7 @@ class JointOptimizer(_United):
 
 
 def each_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Those that it is made of: mostly itself alone."""
+    """List the optimizers that this one is made of: mostly itself alone."""
     if not isinstance(optimizer, _United):
         return [optimizer]
     return [single for each in optimizer.each for single in each_of(each)]

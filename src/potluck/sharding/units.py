@@ -37,10 +37,10 @@ class FlatParamMember:
     name: str
     parameter: nn.Parameter
     group: int | None
-    """Of the optimizer; none: this parameter is frozen."""
+    """Index of its group in the optimizer; none: this parameter is frozen."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """As the optimizer has it; it may compute in another one."""
+    """The optimizer's dtype for it; it may compute in another one."""
 
     @property
     def is_trained(self) -> bool:
@@ -48,7 +48,8 @@ class FlatParamMember:
 
 
 class OwnedShard:
-    """What one of the optimizer's groups steps on this rank, of one type; or what it does not step."""
+    """Holds the numbers of one dtype that one of the optimizer's groups steps on this rank, or numbers that it does not
+    step."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device, *, is_trained: bool) -> None:
         self.flat = torch.empty(size, dtype=dtype, device=device)  # [size]
@@ -109,13 +110,13 @@ class FlatParam:
         self._pending: list[Pending] = []
 
     def own_spans(self) -> list[tuple[int, Span]]:
-        """What this rank owns of its members, by their index."""
-        found = []
+        """List the spans of its members that this rank owns, each with its member's index."""
+        spans = []
         for index, (member, (start, end)) in enumerate(zip(self.members, pairwise(self.starts), strict=True)):
             low, high = max(start, self.own.param_start), min(end, self.own.param_end)
             if low < high:
-                found.append((index, Span(member.name, member.shape, low - start, high - start)))
-        return found
+                spans.append((index, Span(member.name, member.shape, low - start, high - start)))
+        return spans
 
     def move_into(self, homes: dict[tuple[torch.dtype, int | None], OwnedShard]) -> None:
         """Each rank keeps its own range, and the parameters lose their memory."""
@@ -200,7 +201,8 @@ class FlatParam:
         parameter.grad = None
 
     def start_reduce(self, over: Collectives) -> "Sum":
-        """What no backward of this rank has used counts as zeros."""
+        """Begin to sum the gradient over the ranks, to each range's owner. Numbers that no backward of this rank has
+        used count as zeros."""
         gradient = self._gradient
         if gradient is None:
             gradient = torch.zeros(self.starts[-1], dtype=self.members[0].dtype, device=self.whole.device)
@@ -280,7 +282,7 @@ class ParamGroup:
             self.placement = Placement.SPLIT
 
     def watch(self) -> None:
-        """What is written from now on, until the next check, is refused there."""
+        """Have the next check refuse what is written from now on."""
         for stretch in self.stretches:
             stretch.watch()
 

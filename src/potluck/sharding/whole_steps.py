@@ -25,7 +25,7 @@ from potluck.sharding.united_optimizers import each_of
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """What one rank owns, of one type: it travels end to end."""
+    """Parameters of one dtype that one rank owns: they travel end to end."""
 
     owner: int
     names: list[str]
@@ -141,7 +141,7 @@ def _why_not(optimizer: Optimizer) -> str | None:
 
 
 def check_hooks(optimizer: Optimizer) -> None:
-    """Of one whose parameters are on several ranks."""
+    """Refuse hooks on an optimizer whose parameters are on several ranks."""
     if any(map(has_own_hooks, (optimizer, *each_of(optimizer)))):
         raise ConfigError(
             f"{type(optimizer).__name__} has a step_pre_hook, which would see this rank's part of the gradient"
@@ -154,11 +154,11 @@ def check_hooks(optimizer: Optimizer) -> None:
 def names_stepped_whole(optimizer: Optimizer, group_names: Sequence[Sequence[str]]) -> set[str]:
     """`group_names`: of the parameters in each of its groups."""
     names = iter(group_names)
-    found: set[str] = set()
+    stepped: set[str] = set()
     for each in each_of(optimizer):
         own = [name for _ in each.param_groups for name in next(names)]
-        found |= set(own) if is_stepped_whole(each) else set()
-    return found
+        stepped |= set(own) if is_stepped_whole(each) else set()
+    return stepped
 
 
 def is_stepped_whole(optimizer: Optimizer) -> bool:
@@ -176,7 +176,7 @@ def is_quantised(optimizer: Optimizer) -> bool:
 
 
 def _hollow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of a shape, and without memory for it."""
+    """Return a tensor of a shape without memory for it."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
@@ -189,10 +189,10 @@ def _share_out(specs: Mapping[str, Spec], world: int) -> list[_Bundle]:
     grouped: dict[tuple[int, torch.dtype], list[str]] = {}
     for name, spec in specs.items():
         grouped.setdefault((owners[name], spec.dtype), []).append(name)
-    found = []
+    bundles = []
     for (owner, dtype), names in sorted(grouped.items(), key=lambda pair: (pair[0][0], str(pair[0][1]))):
         starts, at = {}, 0
         for name in names:
             starts[name], at = at, at + math.prod(specs[name].shape)
-        found.append(_Bundle(owner, names, starts, at, dtype))
-    return found
+        bundles.append(_Bundle(owner, names, starts, at, dtype))
+    return bundles

@@ -38,7 +38,7 @@ from potluck.sharding.sharded import Sharded
 from potluck.sharding.whole_steps import check_can_split
 
 BUCKET_BYTES = 8 << 20
-"""Of gradients that travel together."""
+"""Bytes of gradients that travel together."""
 MOST_ON_THEIR_WAY = 3
 """Buckets: further ones wait for the first of them, so that gradients never take more memory than that."""
 
@@ -74,7 +74,8 @@ class _Flat:
         self.host_gradient = torch.zeros_like(self.host)
 
     def part_in(self, start: int, end: int) -> tuple[int, int]:
-        """What this rank owns between these; nothing, if the first is not less than the second."""
+        """Intersect a range with the numbers that this rank owns; it is empty if the first is not less than the
+        second."""
         return max(start, self.shard.param_start), min(end, self.shard.param_end)
 
 
@@ -362,11 +363,11 @@ class ShardedOptimizer(Sharded):
             self._is_summed = False
             self._fill(bucket)
             assert bucket.gradient is not None
-            mine = bucket.gradient[start : start + size].view_as(parameter)
+            own_gradient = bucket.gradient[start : start + size].view_as(parameter)
             if self._keeps:
-                mine.add_(parameter.grad)
+                own_gradient.add_(parameter.grad)
             else:
-                mine.copy_(parameter.grad)
+                own_gradient.copy_(parameter.grad)
             parameter.grad = None
             self._arrived.add(index)
             if self._is_last or not self._keeps:
@@ -388,7 +389,8 @@ class ShardedOptimizer(Sharded):
         bucket.gradient = memory[:size]
 
     def _clear_missing(self, bucket: _Bucket) -> None:
-        """What no backward of this rank has given; with gradients that are kept, an earlier one may have."""
+        """Zero the gradients that no backward of this rank has given. Gradients that are kept are left: an earlier
+        backward may have given them."""
         assert bucket.gradient is not None
         for index in () if self._keeps else bucket.missing:
             start = bucket.of.starts[index] - bucket.start
@@ -423,14 +425,14 @@ class ShardedOptimizer(Sharded):
         start, end = bucket.of.part_in(bucket.start, bucket.end)
         if start < end:
             part, first = bucket.gradient[start - bucket.start : end - bucket.start], bucket.of.shard.param_start
-            mine = bucket.of.gradient[start - first : end - first]
+            own_gradient = bucket.of.gradient[start - first : end - first]
             share = 1 / self.collectives.world if self._mean else 1.0
             if self._keeps:
-                mine.mul_(share)
+                own_gradient.mul_(share)
             elif bucket.is_taken:
-                mine.add_(part, alpha=share)
+                own_gradient.add_(part, alpha=share)
             else:
-                torch.mul(part, share, out=mine)
+                torch.mul(part, share, out=own_gradient)
         if not self._keeps and len(self._memory) <= MOST_ON_THEIR_WAY:
             self._memory.append(bucket.gradient)
         bucket.gradient, bucket.pending, bucket.is_taken = None, [], True
