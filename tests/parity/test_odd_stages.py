@@ -20,7 +20,7 @@ from potluck.events import StepDone
 from potluck.sharding.strategy import FullShard, NoShard, ShardGradOp
 from potluck.stages import stage_planner
 from potluck.stages.chain import find_chain
-from potluck.stages.watch import Watch
+from potluck.stages.trace import ModelTrace
 from tests.ranks import run_ranks
 
 ROWS, WIDE, BATCH, MICRO = 16, 6, 4, 2
@@ -319,12 +319,12 @@ def test_a_layer_that_counts_is_not_computed_again_in_stages() -> None:
     batch = torch.randn(4, WIDE)
     for is_counted in (False, True):
         model = Recomputed(is_counted=is_counted)
-        watch = Watch(model, find_chain(model))
+        trace = ModelTrace(model, find_chain(model))
         if is_counted:
             with pytest.raises(ConfigError, match=r"Layer layers\.1\.1 runs within torch\.utils\.checkpoint and"):
-                watch.run(lambda model, x: model(x).sum(), batch)
+                trace.run(lambda model, x: model(x).sum(), batch)
         else:
-            watch.run(lambda model, x: model(x).sum(), batch)
+            trace.run(lambda model, x: model(x).sum(), batch)
 
 
 @pytest.mark.slow

@@ -28,11 +28,12 @@ class Chain:
     holders: dict[str, nn.Module]
     """The modules that hold them, from the model itself (named "") down, and lists of parts."""
     parts: dict[str, nn.Module | nn.Parameter]
-    """What else the holders hold: other modules, and parameters of their own."""
+    """Everything else that the holders hold: other modules, and parameters of their own."""
 
 
 def find_chain(model: nn.Module, *, every: bool = False, mixed: bool = False) -> Chain:
-    """Of an nn.Sequential its children, else the blocks: the list of layers that holds most of the parameters.
+    """Find the layers of a model, in order: an nn.Sequential's children, else the list of blocks that holds most of the
+    parameters.
 
     `every`: all lists, one after the other, in the order in which the model has them. `mixed`: also lists of layers of
     several classes, in the place of lists within them.
@@ -169,7 +170,7 @@ def _is_same(one: Tensor | None, other: Tensor | None, near: float) -> bool:
     return torch.equal(raw(one), raw(other))
 
 
-class Touches:
+class BufferAccess:
     """When each buffer was changed or used, counted in events."""
 
     def __init__(self, seats: dict[str, BufferSlot]) -> None:
@@ -208,7 +209,7 @@ def check_one(name: str, layers: Sequence[str], right: Sequence[str]) -> None:
 
 
 def left_alone(model: nn.Module, names: set[str]) -> AbstractContextManager[None]:
-    """What other stages have to themselves stands afterwards as before."""
+    """Restore these buffers on exit: other stages keep them."""
     return on_copies([seat for name, seat in seats_of_buffers(model) if name in names] if names else [])
 
 

@@ -43,7 +43,7 @@ class Channel(Protocol):
     """One stage's end. Stages of one replica are numbered from 0; both sides use the same labels."""
 
     def expect(self, labels: Sequence[Label]) -> None:
-        """What will be received, those of each source in the order in which it sends them: they may come early."""
+        """Announce what will be received, each source's in the order in which it sends them: they may come early."""
 
     def send(self, label: Label, tensor: Tensor) -> None:
         """Begins to send. Nobody changes the tensor until flush() has returned."""
@@ -60,7 +60,7 @@ class Channel(Protocol):
 KEPT = 16
 """Buffers without a tensor that are kept, of whatever sizes."""
 SMALL_BYTES = 1 << 17
-"""What is smaller is not worth it."""
+"""Smaller buffers are not worth keeping."""
 
 
 class Buffers:

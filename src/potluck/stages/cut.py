@@ -25,7 +25,7 @@ from potluck.stages.seats import (
     LayerSlot,
     OuterModuleSlot,
     Pass,
-    Reached,
+    StageExit,
     StandIn,
     hollow,
     left,
@@ -42,7 +42,8 @@ class CutStage:
     """One stage of a plan."""
 
     model: nn.Module
-    """Of the whole model's class; parameters have its names and are its parameters."""
+    """The stage's model, of the whole model's class; its parameters have the whole model's names and are its
+    parameters."""
     plan: Plan
     index: int
     blocks: list[nn.Module]
@@ -66,16 +67,16 @@ class CutStage:
         gradients; a layer that works in place may change them. With a seed, each layer's random numbers come from it
         and the layer's place alone, however the model is cut, and the global generators stand afterwards as before.
         """
-        given = tuple(activation or ())
-        if len(given) != self.receives:
+        received = tuple(activation or ())
+        if len(received) != self.receives:
             raise ConfigError(
                 f"Stage {self.index} takes {plural(self.receives, 'tensor')} from the stage before, and got"
-                f" {len(given)}."
+                f" {len(received)}."
             )
         try:
-            with left_alone(self.model, self.foreign), self._now.begin(given, seed, self._device(given)):
+            with left_alone(self.model, self.foreign), self._now.begin(received, seed, self._device(received)):
                 result = loss_of(self.model, batch)
-        except Reached as reached:
+        except StageExit as reached:
             if reached.by is not self._now:
                 raise
             return reached.activation
@@ -265,7 +266,7 @@ def _crossing(plan: Plan, index: int, number: int, place: int) -> Crossing:
 
 
 def _place_parts(chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> None:
-    """What each module around the chain does counts as one operation, also if a stand-in does it."""
+    """Wrap each module around the chain, so that it counts as one operation, also if a stand-in runs in its place."""
     for name, part in chain.parts.items():
         if isinstance(part, nn.Module) and not isinstance(
             getattr(replaced.get(id(part)), "_seat", None), OuterModuleSlot

@@ -36,11 +36,11 @@ def key_of(label: Label) -> str:
 
 def label_of(key: str) -> Label | None:
     """The reverse; none for a key that is no label's."""
-    found = _KEY.fullmatch(key)
-    if found is None or found["what"] not in WHAT:
+    match = _KEY.fullmatch(key)
+    if match is None or match["what"] not in WHAT:
         return None
-    numbers = {name: int(found[name]) for name in ("step", "source", "target", "micro", "part")}
-    return Label(what=found["what"], **numbers)
+    numbers = {name: int(match[name]) for name in ("step", "source", "target", "micro", "part")}
+    return Label(what=match["what"], **numbers)
 
 
 class StoreChannel:
@@ -90,7 +90,8 @@ class StoreChannel:
         return arrived.to(self._device, non_blocking=True)
 
     def consumed(self, step: int) -> None:
-        """What came for this step and those before is not needed again, even if this stage is killed now.
+        """Tell that everything received for this step and earlier ones is not needed again, even if this stage is
+        killed now.
 
         Deletes it, and tells those who sent it, so that they do not send it again when they are started again.
         """

@@ -23,7 +23,7 @@ from potluck.tensor_bytes import from_bytes, raw, to_bytes
 
 MAGIC = 0x504F544C55434B32
 LAYOUT = struct.Struct(f"<{9 + MAX_DIMENSIONS}q")
-"""Of a header: magic, step, what, source, target, micro, part, type, dimensions; then the shape."""
+"""Layout of a header: magic, step, what, source, target, micro, part, type, dimensions; then the shape."""
 HEADER_BYTES = 256
 """More than it needs: a tensor after it begins where tensors do."""
 SMALL_BYTES = 1 << 18
@@ -51,7 +51,7 @@ def pack(label: Label, header: Header) -> bytes:
 
 
 def unpack(data: bytes, label: Label) -> Header:
-    """What was sent, which must be what is expected."""
+    """Read a header, and refuse one of anything else than what is expected."""
     magic, step, what, source, target, micro, part, code, dimensions, *shape = LAYOUT.unpack_from(data)
     if magic != MAGIC or not 0 <= what < len(WHAT) or not 0 <= dimensions <= MAX_DIMENSIONS:
         raise TheirProtocolError(

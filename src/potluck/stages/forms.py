@@ -1,8 +1,8 @@
-"""What layers hand to each other: taken apart into the tensors that are sent, and put together again.
+"""Takes what layers hand to each other apart into the tensors that are sent, and puts it together again.
 
 Most models do nothing between their layers. Others add a residual, scale it, or drop some of it: `x = x + block(x)`.
-Then a cut lies behind an operation rather than behind a layer. `Ear` hears those operations while the model runs, and
-both stages find the cut by the operation's name and its place in the code.
+Then a cut lies behind an operation rather than behind a layer. `OpListener` hears those operations while the model
+runs, and both stages find the cut by the operation's name and its place in the code.
 """
 
 import copy
@@ -64,16 +64,18 @@ def has_form(value: Any) -> bool:
 
 
 def narrow(form: Form, sent: set[int], first: int = 0) -> Form:
-    """The same with only some tensors sent, which are numbered anew, from `first` on."""
+    """Send only some of a form's tensors, which are numbered from `first` on."""
     return renumbered(form, {number: place for place, number in enumerate(sorted(sent), start=first)})
 
 
 _CLASSES: dict[str, type] = {}
-"""Of objects that this process has seen between layers. A plan names them, and nothing is imported by such a name."""
+"""Classes of objects that this process has seen between layers, by name. A plan names them, and nothing is imported by
+such a name."""
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:
-    """Those of a dataclass, such as what models of Hugging Face return, or of a named tuple; of others none."""
+    """Return the fields of a dataclass, such as what models of Hugging Face return, or of a named tuple; None for other
+    objects."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
     if is_dataclass(value) and not isinstance(value, type):
@@ -85,12 +87,13 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def with_fields(value: Any, given: dict[str, Any]) -> Any:
-    """The same object with other fields. A dataclass is copied, so that what its __init__ does is not done again."""
+def with_fields(value: Any, values: dict[str, Any]) -> Any:
+    """Copy an object with other values in these fields. A dataclass is copied, so that what its __init__ does is not
+    done again."""
     if isinstance(value, tuple | dict):
-        return type(value)(**(fields_of(value) or {}) | given)
+        return type(value)(**(fields_of(value) or {}) | values)
     copied = copy.copy(value)
-    for name, one in given.items():
+    for name, one in values.items():
         object.__setattr__(copied, name, one)
     return copied
 
@@ -105,7 +108,7 @@ def _made(name: str, given: dict[str, Any]) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same with other tensors, in the order of describe()."""
+    """Replace each tensor in a value by the function's result, in the order of describe()."""
     if isinstance(value, Tensor):
         return function(value)
     if (found := fields_of(value)) is not None:
@@ -218,7 +221,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Way = Literal["in", "through", "out"]
 
 
-class Ear(TorchFunctionMode):
+class OpListener(TorchFunctionMode):
     """Hears every operation that is called while it is open, and may put something else in the place of its result."""
 
     def __init__(self, hear: Callable[[str, Inputs, Any], Any]) -> None:
@@ -234,7 +237,7 @@ class Ear(TorchFunctionMode):
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """What runs in a layer is its own business, and is not slowed down by being heard."""
+        """Hear nothing of what runs inside: a layer's operations are its own, and are not slowed down."""
         before, self._is_open = self._is_open, False
         is_last = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
         if is_last:
@@ -265,13 +268,13 @@ class Crossing:
     layer: str
     operations: tuple[str, ...]
     forms: tuple[Form, ...]
-    """What is sent of the layer's own output, and of what each operation gives."""
+    """Forms of the layer's own output and of each operation's result."""
     way: Way
     """Whether what is sent was received, stays in the stage, or leaves it."""
     number: int
-    """Of the layer."""
+    """Number of the layer."""
     place: int
-    """Of the random numbers after it."""
+    """The place (seed_of) whose random numbers are used after it."""
     is_last: bool
     """Whether no layer of the chain follows."""
     is_door: bool
@@ -281,13 +284,13 @@ class Crossing:
 
 
 def forms_of(layer: Layer) -> tuple[Form, ...]:
-    """What is sent of the layer's own output, and of what each of its operations gives."""
+    """List the forms of the layer's own output and of each of its operations' results."""
     output = layer.output or {"value": None}
     return tuple(output["list"]) if layer.operations else (output,)
 
 
 def renumbered(form: Form, numbers: dict[int, int]) -> Form:
-    """The same form, its tensors numbered anew; those that have no number are not sent."""
+    """Number a form's tensors anew; those that have no number are not sent."""
     [(kind, inner)] = form.items()
     if kind == "tensor":
         return {kind: numbers.get(inner)}

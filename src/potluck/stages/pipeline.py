@@ -18,11 +18,11 @@ from potluck.stages.schedule import Action, Order
 
 
 class StageCompute(Protocol):
-    """What one stage computes."""
+    """The computation of one stage, as the pipeline calls it."""
 
     def forward(self, micro: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What goes to the next stage; of the last stage, what the backward starts from: one number, or nothing, where
-        the micro-batch has no samples."""
+        """Compute what goes to the next stage; in the last stage, what the backward starts from: one number, or nothing
+        where the micro-batch has no samples."""
 
     def weights(self) -> Sequence[nn.Parameter]: ...
 
@@ -38,12 +38,12 @@ class Times:
 
 @dataclass(slots=True)
 class _Kept:
-    """Of one micro-batch on one stage, from its forward to its backward."""
+    """Holds one micro-batch on one stage, from its forward to its backward."""
 
     received: tuple[Tensor, ...]
     given: tuple[Tensor, ...]
     groups: Any = None
-    """What torch's stage_backward_input left for stage_backward_weight."""
+    """State that torch's stage_backward_input left for stage_backward_weight."""
 
 
 class PipelineRunner:
@@ -89,16 +89,16 @@ class PipelineRunner:
         self._kept.clear()
 
     def _coming(self, step: int, orders: Sequence[Order], worker: int) -> "list[Label]":
-        """What the others will send, those of each in the order in which it does what they come from."""
-        found = []
+        """List what the other workers will send, each worker's in the order in which it computes them."""
+        labels = []
         for other, order in enumerate(orders):
             if other != worker:
                 for action in order:
-                    found += [label for label in self._given(step, action) if label.target % len(orders) == worker]
-        return found
+                    labels += [label for label in self._given(step, action) if label.target % len(orders) == worker]
+        return labels
 
     def _given(self, step: int, action: Action) -> list[Label]:
-        """What an action gives other stages."""
+        """List what an action gives other stages."""
         stage, micro = action.stage, action.micro
         if action.kind == "F" and stage < self._last:
             return self._labels(step, "activation", stage, stage + 1, micro)
@@ -113,16 +113,16 @@ class PipelineRunner:
     def _do(self, step: int, action: Action) -> None:
         match action.kind:
             case "F":
-                given = self._forward(step, action)
+                results = self._forward(step, action)
             case "B":
-                given = self._backward(step, action)
+                results = self._backward(step, action)
             case "I":
-                given = self._backward_inputs(step, action)
+                results = self._backward_inputs(step, action)
             case "W":
-                given = self._backward_weights(action)
+                results = self._backward_weights(action)
         labels = self._given(step, action)
         with self._timed("send_s"):
-            for label, tensor in zip(labels, given if labels else (), strict=True):
+            for label, tensor in zip(labels, results if labels else (), strict=True):
                 self.channel.send(label, tensor)
 
     def _forward(self, step: int, action: Action) -> tuple[Tensor, ...]:
@@ -189,7 +189,7 @@ class PipelineRunner:
         return ()
 
     def _with_gradients(self, step: int, action: Action, kept: _Kept) -> list[tuple[Tensor, Tensor]] | None:
-        """What the stage gave, each with its gradient; none, where the micro-batch has no samples."""
+        """Pair each tensor that the stage gave with its gradient; None where the micro-batch has no samples."""
         if action.stage == self._last:
             pairs = [(tensor, torch.ones_like(tensor)) for tensor in kept.given]
             return [(a, b) for a, b in pairs if a.requires_grad] if pairs else None
@@ -211,8 +211,8 @@ class PipelineRunner:
 
 
 def _pass_over(kept: _Kept) -> tuple[Tensor, ...]:
-    """What has no samples has no gradient, and its backward is left out on every stage: 0 times what is not finite
-    would not be 0. A tensor without numbers tells the stage before."""
+    """Return tensors without numbers in place of gradients, since a micro-batch without samples has none: they tell the
+    stage before. Its backward is left out on every stage: 0 times what is not finite would not be 0."""
     return tuple(tensor.new_empty(0) for tensor in kept.received)
 
 

@@ -17,7 +17,7 @@ from potluck.stages.schedule import in_flight
 from potluck.words import check_at_least, plural, size
 
 FORMAT = 3
-"""Of a plan as JSON."""
+"""Version of a plan as JSON."""
 
 Form = dict[str, Any]
 """How a layer's output looks, as JSON: {"tensor": number} or {"tensor": null} for one that is not sent,
@@ -35,26 +35,27 @@ class Layer:
     parts: tuple[str, ...] = ()
     """Modules and parameters outside of the chain that it uses, by name."""
     output: Form | None = None
-    """What it hands to the next one. Of "before": those arguments of the first block that come from it, by name."""
+    """Form of what it hands to the next one; in "before", the arguments of the first block that come from it, by
+    name."""
     operations: tuple[str, ...] = ()
-    """Those of the model's own forward that follow it and belong to it, such as the sum of `x = x + block(x)`. With
-    some, `output` is a list: what the module gives, and what each of them does."""
+    """Operations of the model's own forward that follow it and belong to it, such as the sum of `x = x + block(x)`.
+    With some, `output` is a list: the module's result, then each operation's."""
     carries: tuple[tuple[int, int], ...] = ()
     """Tensors of earlier layers that later ones use, and that it hands on beside its output: the number of the layer
     that gave it, and of the tensor among those that this layer sends."""
     everywhere: tuple[str, ...] = ()
-    """Of the first layer: those of its parts that the survey did not see in use. Whichever stage a later batch uses
-    them on has them, since every stage does."""
+    """In the first layer: its parts that the survey did not see in use. Every stage has them, so that a later batch may
+    use them on any."""
     everywhere_parameters: int = 0
     buffers: tuple[str, ...] = ()
-    """Those outside of the chain that a forward changes, and that it leaves as the whole model would."""
+    """Buffers outside of the chain that a forward changes, and that it leaves as the whole model would."""
     seconds: float = 0.0
     """Forward and backward of the rows that were measured."""
     parameters: int = 0
     trained: int = 0
     """How many of the parameters are trained."""
     sent_bytes: int = 0
-    """Of its output, per row: what the next layer uses."""
+    """Bytes of its output per row that the next layer uses."""
     kept_bytes: int = 0
     """Kept from its forward for its backward, per row."""
 
@@ -98,7 +99,8 @@ class Plan:
         return self.layers[0].everywhere
 
     def arrivals(self, stage: int) -> dict[tuple[int, int], int]:
-        """What a stage receives, as in `carries`: at which place of all that it receives."""
+        """Number the tensors that a stage receives, named as in `carries`, by their place among all that it
+        receives."""
         if not (start := self.stages[stage].start):
             return {}
         before = self.layers[start - 1]
@@ -276,7 +278,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 FROZEN_BYTES = 4
-"""Of a parameter that is not trained."""
+"""Bytes for a parameter that is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,7 +288,7 @@ class Device:
     speed: float = 1.0
     """Against the device that was measured: 0.5 takes twice as long."""
     memory_bytes: int | None = None
-    """What a stage may use of it; none: no limit."""
+    """Bytes that a stage may use of it; none: no limit."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < math.inf:
@@ -360,16 +362,16 @@ class _Costs:
 
     def complaint(self) -> str:
         limits = [device.memory_bytes for device in self.devices]
-        told = ", ".join("no limit" if limit is None else size(limit) for limit in limits)
+        memories = ", ".join("no limit" if limit is None else size(limit) for limit in limits)
         way_out = "Add devices, make the micro-batches smaller, or keep less of each layer (checkpoint_activations)."
         for number, layer in enumerate(self.layers):
             if not any(self.fits(stage, number, number + 1) for stage in range(len(self.devices))):
                 need = min(self.bytes(stage, number, number + 1) for stage in range(len(self.devices)))
-                return f"Layer {layer.name} alone needs {size(need)}, and the devices have {told}. {way_out}"
+                return f"Layer {layer.name} alone needs {size(need)}, and the devices have {memories}. {way_out}"
         held, kept = self._held[-1], self._kept[-1]
         return (
             f"No cut of the model fits: its parameters need {size(held)} and each micro-batch under way"
-            f" {size(kept)}, and the devices, in their order, have {told}. {way_out}"
+            f" {size(kept)}, and the devices, in their order, have {memories}. {way_out}"
         )
 
 

@@ -21,7 +21,7 @@ from potluck.stages.forms import all_tensors
 from potluck.stages.plan import Layer, Plan, table
 from potluck.stages.recomputing import OWN_GRADIENTS, THROUGH_LAYERS
 from potluck.stages.seats import Activation, generators_of
-from potluck.stages.watch import SEED, Crossings, Watch
+from potluck.stages.trace import SEED, Crossings, ModelTrace
 from potluck.words import size
 
 
@@ -48,11 +48,11 @@ def survey(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
 
 
 def _survey(model: nn.Module, chain: Chain, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
-    watch = Watch(model, chain)
+    trace = ModelTrace(model, chain)
     with unchanged(model):
-        watch.run(loss_of, batch)
-    crossings = Crossings(watch)
-    layers = tuple(_layers(model, chain, watch, crossings))
+        trace.run(loss_of, batch)
+    crossings = Crossings(trace)
+    layers = tuple(_layers(model, chain, trace, crossings))
     first = 0 if layers[0].module is None else 1
     carried = [crossings.carries(number + first, first) for number in range(len(layers))]
     layers = tuple(replace(layer, carries=each) for layer, each in zip(layers, carried, strict=True))
@@ -72,7 +72,7 @@ def _survey(model: nn.Module, chain: Chain, loss_of: LossOf, batch: Any) -> tupl
     _check_loss(loss, result)
     touching = {
         name: {min(max(crossings.place_of(event) - first, 0), len(layers) - 1) for event in events}
-        for name, events in watch.touches.at.items()
+        for name, events in trace.buffer_access.at.items()
     }
     return tuple(_with_buffers(layers, differing(before, after), touching, wrong))
 
@@ -121,14 +121,14 @@ def _told(tensor: Tensor) -> str:
     return f"{tensor.item():.6g}" if tensor.numel() == 1 else f"{tensor.numel()} numbers"
 
 
-def _layers(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -> Iterator[Layer]:
-    used = _parts(model, chain, watch, crossings)
+def _layers(model: nn.Module, chain: Chain, trace: ModelTrace, crossings: Crossings) -> Iterator[Layer]:
+    used = _parts(model, chain, trace, crossings)
     listed = set().union(*used)
     idle = {name for name, part in chain.parts.items() if name not in listed and parameters_of(part)}
     # A part with buffers has one home: run before a stage's own layers, on zeros, it would change them.
     everywhere = tuple(name for name in chain.parts if name in idle and not _buffers_of(chain.parts[name]))
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    links = watch.links
+    links = trace.links
     for place in range(len(links) + 2):
         parts = tuple(name for name in chain.parts if name in used[place] or (place == 0 and name in idle))
         module = links[place - 1] if 0 < place <= len(links) else None
@@ -154,20 +154,20 @@ def _layers(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) 
         )
 
 
-def _parts(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -> list[set[str]]:
+def _parts(model: nn.Module, chain: Chain, trace: ModelTrace, crossings: Crossings) -> list[set[str]]:
     """The parts of the model around its layers that each place uses."""
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     homes = _having({name: list(link.parameters()) for name, link in chain.modules.items()})
     holders = _having({name: parameters_of(part) for name, part in chain.parts.items()})
-    found: list[set[str]] = [set() for _ in range(len(watch.links) + 2)]
-    for number, name in watch.met:
-        found[crossings.place_of(number)].add(name)
-    for place, parts in enumerate(found):
-        own = watch.links[place - 1] if 0 < place <= len(watch.links) else None
+    parts_of_places: list[set[str]] = [set() for _ in range(len(trace.links) + 2)]
+    for number, name in trace.met:
+        parts_of_places[crossings.place_of(number)].add(name)
+    for place, parts in enumerate(parts_of_places):
+        own = trace.links[place - 1] if 0 < place <= len(trace.links) else None
         for key in crossings.parameters(place):
             if key not in names or own in homes.get(key, ()):
                 continue
-            if key not in holders and any(event.name.startswith("grad@") for event in watch.events):
+            if key not in holders and any(event.name.startswith("grad@") for event in trace.events):
                 raise ConfigError(THROUGH_LAYERS)
             if key not in holders:
                 what = f"Layer {own}" if own else f"What runs {'after' if place else 'before'} the layers"
@@ -177,7 +177,7 @@ def _parts(model: nn.Module, chain: Chain, watch: Watch, crossings: Crossings) -
                 )
             if not parts & set(holders[key]):
                 parts.add(holders[key][0])
-    return found
+    return parts_of_places
 
 
 def _buffers_of(part: nn.Module | nn.Parameter) -> list[Tensor]:
@@ -191,11 +191,11 @@ def _count(held: Iterable[list[nn.Parameter]]) -> int:
 
 def _having(held: dict[str, list[nn.Parameter]]) -> dict[int, list[str]]:
     """By a parameter's id, who has it."""
-    found: dict[int, list[str]] = {}
+    owners: dict[int, list[str]] = {}
     for name, parameters in held.items():
         for parameter in parameters:
-            found.setdefault(id(parameter), []).append(name)
-    return found
+            owners.setdefault(id(parameter), []).append(name)
+    return owners
 
 
 @contextmanager
@@ -220,12 +220,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the layers of a model cost, measured."""
+    """Measured costs of a model's layers."""
 
     layers: tuple[Layer, ...]
     device: str
     rows: int
-    """Of the batch with which the seconds were measured."""
+    """Rows of the batch with which the seconds were measured."""
 
     def __str__(self) -> str:
         rows = [("layer", "", "", "parameters", "ms", "kept/row", "sent/row")]
@@ -304,15 +304,15 @@ def _measure_layer(
     times: list[float] = []
     until_s = time.perf_counter() + at_least_s
     while len(times) <= repeats or time.perf_counter() < until_s:
-        given = tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in activation)
+        received = tuple(tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in activation)
         stage._now.on_enter = start
         # The first warms up, and its bytes are counted.
         counting = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with nullcontext() if times else counting:
-            result = stage.run(loss_of, batch, given, seed=SEED)
+            result = stage.run(loss_of, batch, received, seed=SEED)
         stage._now.on_enter = None
         outputs = [one for one in all_tensors(result) if one.requires_grad]
-        inputs = [*trained, *(one for one in given if one.requires_grad)]
+        inputs = [*trained, *(one for one in received if one.requires_grad)]
         if outputs and inputs:
             torch.autograd.grad(outputs, inputs, [torch.ones_like(one) for one in outputs], allow_unused=True)
         times.append(_now_s(device) - started_s)

@@ -78,7 +78,7 @@ _BY_NAME: dict[str, type[DataStore] | type[Direct] | type[Pipeline]] = {
 
 
 def to_json(protocol: CommunicationProtocol) -> dict[str, Any]:
-    """As published, with `protocol` as the tag; a field of our own that has its default is left out."""
+    """Convert to JSON as published, with `protocol` as the tag; a field of our own that has its default is left out."""
     defaults = {field.name: field.default for field in fields(protocol)}
     told = {name: value for name, value in asdict(protocol).items() if value != defaults[name]}
     return {"protocol": type(protocol).__name__} | told

@@ -32,7 +32,7 @@ class Action:
 
 
 Order = tuple[Action, ...]
-"""Of one worker."""
+"""The actions of one worker, in order."""
 
 
 def per_worker(schedule: Schedule) -> int:
@@ -61,7 +61,7 @@ def plan_orders(schedule: Schedule, workers: int, micros: int) -> tuple[Order, .
 
 
 def forward_only(schedule: Schedule, workers: int, micros: int) -> tuple[Order, ...]:
-    """The same without any backward: for looking, and not for training."""
+    """Plan forwards without any backward: to evaluate, not to train."""
     return tuple(tuple(a for a in order if a.kind == "F") for order in plan_orders(schedule, workers, micros))
 
 
@@ -70,7 +70,7 @@ def _gpipe(stage: int, micros: int) -> Order:
 
 
 def _one_f_one_b(stage: int, stages: int, micros: int) -> Order:
-    """Of stage 1 of 3, with 4 micro-batches: F0 F1 F2 B0 F3 B1 B2 B3.
+    """Plan one forward, one backward for a stage: stage 1 of 3 with 4 micro-batches does F0 F1 F2 B0 F3 B1 B2 B3.
 
     Each stage is two forwards ahead of the next and not one: then what it needs is on its way while it computes
     something else, and a neighbour that is late for once keeps nobody waiting.
@@ -83,7 +83,7 @@ def _one_f_one_b(stage: int, stages: int, micros: int) -> Order:
 
 
 def in_flight(stage: int, stages: int) -> int:
-    """Of 1f1b: micro-batches of which a stage keeps activations at once."""
+    """Count the micro-batches of which a stage keeps activations at once under 1f1b."""
     return 2 * (stages - stage) - 1
 
 
@@ -94,7 +94,7 @@ def _in_turn(stages: int, micros: int) -> Iterator[Action]:
 
 
 def _torchs(schedule: Schedule, workers: int, micros: int) -> tuple[Order, ...]:
-    """As torch.distributed.pipelining plans it, without the micro-batches that it needs and that there are not."""
+    """Let torch.distributed.pipelining plan, and leave out the micro-batches that it needs and that there are not."""
     from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
     kind = ScheduleInterleaved1F1B if schedule == "interleaved" else ScheduleInterleavedZeroBubble
@@ -127,7 +127,7 @@ def _read(steps: Sequence[object], micros: int) -> Iterator[Action]:
 
 
 def needs(action: Action, stages: int, *, is_split: bool) -> Iterator[Action]:
-    """What must be done before it. `is_split`: backwards are cut in two."""
+    """List the actions that must be done before this one. `is_split`: backwards are cut in two."""
     backward: Kind = "I" if is_split else "B"
     match action.kind:
         case "F":
@@ -169,7 +169,7 @@ def simulate(
     done: dict[Action, tuple[float, int]] = {}
     at = [0] * len(orders)
     clock = [0.0] * len(orders)
-    told: list[list[Timed]] = [[] for _ in orders]
+    timelines: list[list[Timed]] = [[] for _ in orders]
     is_split = any(action.kind == "I" for order in orders for action in order)
     moved = True
     while moved:
@@ -184,17 +184,17 @@ def simulate(
                 start = max(clock[worker], ready)
                 clock[worker] = start + costs[action.kind]
                 done[action] = clock[worker], worker
-                told[worker].append(Timed(action, start, clock[worker]))
+                timelines[worker].append(Timed(action, start, clock[worker]))
                 at[worker] += 1
                 moved = True
     stuck = [str(order[at[w]]) for w, order in enumerate(orders) if at[w] < len(order)]
     if stuck:
         raise ValueError(f"the schedule never gets to {', '.join(stuck)}: each waits for another")
-    return tuple(map(tuple, told))
+    return tuple(map(tuple, timelines))
 
 
 def expected_idle_share(workers: int, micros: int) -> float:
-    """Of gpipe and 1f1b with equal stages: (p - 1) / (m + p - 1)."""
+    """Return the idle share of gpipe and 1f1b with equal stages: (p - 1) / (m + p - 1)."""
     return (workers - 1) / (micros + workers - 1)
 
 

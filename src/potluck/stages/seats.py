@@ -1,4 +1,4 @@
-"""What a stage's model is made of: its own layers in their seats, and stand-ins for all that other stages have.
+"""Builds a stage's model: its own layers in their seats, and stand-ins for all that other stages have.
 
 A layer in its seat is called as it always was, and knows where its stage begins and ends. Stand-ins have no parameters.
 """
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from potluck.errors import ConfigError
 from potluck.stages.forms import (
     Crossing,
-    Ear,
     Inputs,
+    OpListener,
     arguments,
     fill,
     has_form,
@@ -31,10 +31,10 @@ from potluck.stages.plan import Form
 from potluck.stages.recomputing import check_not_again, checkpointed
 
 Activation = tuple[Tensor, ...]
-"""What goes from one stage to the next."""
+"""The tensors that go from one stage to the next."""
 
 
-class Reached(BaseException):
+class StageExit(BaseException):
     """Leaves the loss function once the stage has done its part. A BaseException, so that no `except` keeps it."""
 
     def __init__(self, by: "Pass", activation: Activation) -> None:
@@ -44,12 +44,13 @@ class Reached(BaseException):
 
 
 def seed_of(seed: int, place: int) -> int:
-    """Of a layer's random numbers. Place 0 is what runs before the chain, then come its links, then what follows."""
+    """Derive the seed of a layer's random numbers. Place 0 is what runs before the chain, then come its links, then
+    what follows."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {place}".encode(), digest_size=7).digest(), "big")
 
 
 class Pass:
-    """What is under way in a stage: one run at a time."""
+    """The run that is under way in a stage: one at a time."""
 
     is_running = False
     has_entered = False
@@ -64,7 +65,7 @@ class Pass:
     def __init__(self, *, hears: bool = False) -> None:
         """`hears`: whether some layer ends behind an operation of the model's own."""
         self.hears = hears
-        self.ear = Ear(self.on_operation)
+        self.listener = OpListener(self.on_operation)
         self._crossing: Crossing | None = None
         self._done = 0
         """How many operations of it."""
@@ -84,19 +85,19 @@ class Pass:
         self.device = torch.device("cpu")
 
     @contextmanager
-    def begin(self, given: Activation, seed: int | None, device: torch.device) -> Iterator[None]:
+    def begin(self, received: Activation, seed: int | None, device: torch.device) -> Iterator[None]:
         assert not self.is_running, "a stage runs one micro-batch at a time"
-        self._given, self._seed, self.device = given, seed, device
+        self._given, self._seed, self.device = received, seed, device
         self._generators = generators_of(device) if seed is not None else []
         states = [generator.get_state() for generator in self._generators]
         self.is_running, self.has_entered, self.is_left = True, False, False
         self._crossing = self._leaving = self._received = None
         self._own = {}
-        if not given:
+        if not received:
             self._enter()
         self.sow(0)
         try:
-            with self.ear if self.hears else nullcontext():
+            with self.listener if self.hears else nullcontext():
                 yield
         finally:
             self.is_running, self._leaving = False, None
@@ -111,13 +112,13 @@ class Pass:
         return self.has_entered and not is_coming_in and self._leaving is None
 
     def take(self) -> Activation:
-        """What was received, for the first of the stage's own layers."""
+        """Hand the received tensors to the first of the stage's own layers."""
         self._enter()
         return self._arrived()
 
     def _arrived(self) -> Activation:
         if self._received is None:
-            with self.ear.closed():
+            with self.listener.closed():
                 self._received = tuple(map(_entered, self._given))
         return self._received
 
@@ -129,7 +130,8 @@ class Pass:
         return self._hand_on(crossing, output)
 
     def on_operation(self, name: str, inputs: Inputs, output: Any) -> Any:
-        """Of the model's own forward, or a module outside of its layers."""
+        """Hand on the output if this operation, of the model's own forward or a module around its layers, belongs to
+        the crossing."""
         crossing = self._crossing
         if crossing is None or name != crossing.operations[self._done] or not has_form(output):
             return output
@@ -140,19 +142,19 @@ class Pass:
         """At once, or when the next layer begins: until then the model may change buffers, which both stages have."""
         if missing := [each for each in self.carries if each not in self.arrivals and each[0] not in self._own]:
             raise ConfigError(f"{_LEFT_OUT} It was layer {missing[0][0]} of the plan.")
-        with self.ear.closed():  # not what the model has of what arrived, on which it may have put hooks
+        with self.listener.closed():  # not what the model has of what arrived, on which it may have put hooks
             carried = [
                 _entered(self._given[self.arrivals[each]]) if each in self.arrivals else self._own[each[0]][each[1]]
                 for each in self.carries
             ]
         self._leaving = (*self._picked, *carried)
         if crossing.is_last or not crossing.operations:
-            raise Reached(self, self._leaving)
+            raise StageExit(self, self._leaving)
 
     def check_arrival(self) -> None:
         """The next layer begins."""
         if self._leaving is not None:
-            raise Reached(self, self._leaving)
+            raise StageExit(self, self._leaving)
         if (crossing := self._crossing) is not None:
             raise ConfigError(
                 f"After layer {crossing.layer} the next layer runs, without {crossing.operations[self._done]} between"
@@ -170,7 +172,7 @@ class Pass:
             if crossing.operations or crossing.is_carried:
                 # The model runs on until the stage ends, and so does the next stage's: what it does there to the tensor
                 # itself, hooks and operations in place, must not be done to what is sent too.
-                with self.ear.closed():
+                with self.listener.closed():
                     output = map_tensors(torch.clone, output)
         if self._done == len(crossing.operations):
             self._crossing = None
@@ -229,7 +231,7 @@ def absent(zeros: Tensor, what: str) -> Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """The same numbers as no leaf, so that a layer may work on them in place."""
+    """Copies a tensor so that it is no leaf, and a layer may work on it in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -273,7 +275,7 @@ class LayerSlot:
         if self.takes is not None:
             args, kwargs = with_arguments(args, kwargs, fill(self.takes, self.now.take()))
         self.now.sow(self.place)
-        with self.now.ear.closed():
+        with self.now.listener.closed():
             output = checkpointed(layer, args, kwargs)
         return self.now.cross(self.crossing, output)
 
@@ -286,7 +288,7 @@ class OuterModuleSlot:
     name: str
 
     def run(self, part: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.now.ear.closed():
+        with self.now.listener.closed():
             output = part(*args, **kwargs)
         return self.now.on_operation(self.name, (args, kwargs), output) if self.now.is_running else output
 
@@ -310,7 +312,7 @@ def hollow(kind: type[nn.Module]) -> type[nn.Module]:
             outline = self.__dict__.get("_absent", {}).get(name)
             if outline is None:
                 raise
-            with self._now.ear.closed():
+            with self._now.listener.closed():
                 zeros = torch.zeros((), dtype=outline.dtype, device=self._now.device).expand(outline.shape)
                 return absent(zeros, name) if self._now.is_running else zeros
 
@@ -329,7 +331,7 @@ def left(kind: type[nn.Module]) -> type[nn.Module]:
             if self._now.is_running and self._now.opening is not None:
                 self._now.cross(self._now.opening, None)
             return kind.forward(self, *args, **kwargs)
-        except Reached as reached:
+        except StageExit as reached:
             if reached.by is not self._now:
                 raise
             self._now.is_left = True
@@ -338,7 +340,7 @@ def left(kind: type[nn.Module]) -> type[nn.Module]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         output = kind.__call__(self, *args, **kwargs)
         if self._now.is_left:
-            raise Reached(self._now, tuple(output))
+            raise StageExit(self._now, tuple(output))
         return output
 
     return _variant("left", kind, {"forward": forward, "__call__": __call__, "holds_stages": True})
@@ -430,10 +432,10 @@ class AbsentLayer(Outlined):
         self._now.check_arrival()
         if self._leaves is not None:
             given = pick(self._leaves, arguments(args, kwargs), "What the first block gets")
-            raise Reached(self._now, tuple(given))
+            raise StageExit(self._now, tuple(given))
         if self._output is None:
             raise ConfigError(_LEFT_OUT)
-        with self._now.ear.closed():
+        with self._now.listener.closed():
             output = map_tensors(lambda one: absent(one, self._name), self._stand_in(args, kwargs))
         return output if self._crossing is None else self._now.cross(self._crossing, output)
 

@@ -1,4 +1,4 @@
-"""Watch: one run of the whole model, and of each layer and each operation around the layers what it was made from.
+"""Traces one run of the whole model: from what each layer, and each operation around the layers, was made.
 
 Crossings: where the model can be cut between two layers, and what would go from one stage to the next. A cut lies
 behind a layer, or behind one of the operations that the model's own forward does after it: wherever all that is still
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from potluck.errors import ConfigError
-from potluck.stages.chain import Chain, Touches, buffers_outside
+from potluck.stages.chain import BufferAccess, Chain, buffers_outside
 from potluck.stages.forms import (
-    Ear,
     Inputs,
+    OpListener,
     all_tensors,
     arguments,
     describe,
@@ -34,7 +34,7 @@ from potluck.stages.seats import generators_of, seed_of
 from potluck.words import plural
 
 SEED = 0
-"""Of the random numbers of a survey, which have to be the same whole and cut."""
+"""Seed of a survey's random numbers, which have to be the same whole and cut."""
 
 Mark = tuple[int, int]
 """A tensor: the number of its event, and which of the event's tensors it is."""
@@ -50,15 +50,15 @@ class TracedEvent:
     is_layer: bool
     form: Form
     behind: set[Mark]
-    """What it was directly made from."""
+    """Marks of the tensors that it was directly made from."""
     parameters: set[int]
-    """The same of parameters, by id."""
+    """Ids of the parameters that it was directly made from."""
     counted: set[int] = field(default_factory=set)
-    """Which of its tensors are integers or truth values, of which no graph tells who uses them."""
+    """Indices of its tensors that are integers or truth values: no graph tells who uses them."""
 
 
-class Watch:
-    """What each event gives continues as a copy that is marked in the graph.
+class ModelTrace:
+    """Traces one run of the whole model: the result of each event continues as a copy that is marked in the graph.
 
     So the graph behind anything says from which marks and which parameters it was made, and from no further back.
     Places count as those of seeds do: 0 before the chain, its links from 1 on, the last what follows.
@@ -77,11 +77,11 @@ class Watch:
         """Those arguments of the first link that were computed."""
         self.opened: tuple[set[Mark], set[int]] = (set(), set())
         """What they were made from."""
-        self.touches = Touches(buffers_outside(model, chain))
+        self.buffer_access = BufferAccess(buffers_outside(model, chain))
         self._is_inside = self._is_open = False
         self._versions: list[int] = []
         """Of the buffers of the link that runs, as it began."""
-        self._ear = Ear(self._on_operation)
+        self._listener = OpListener(self._on_operation)
         self._calls = 0
         """How often the model itself was run."""
         self._marks: dict[Any, Mark] = {}
@@ -106,7 +106,7 @@ class Watch:
                 for parameter in parameters:
                     parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
                 self.sow(0)
-                with self._ear:
+                with self._listener:
                     result = loss_of(self._model, batch)
                 self._touch(())
                 self._end(result)
@@ -207,9 +207,9 @@ class Watch:
         return self._record(name, output) if self._is_open and has_form(output) else output
 
     def _touch(self, inputs: Any) -> None:
-        with self._ear.closed():
-            self.touches.hear(len(self.events), inputs)
-            self.touches.look(len(self.events))
+        with self._listener.closed():
+            self.buffer_access.hear(len(self.events), inputs)
+            self.buffer_access.look(len(self.events))
 
     def _record(self, name: str, output: Any, *, is_layer: bool = False) -> Any:
         form = describe(output, f"What layer {name} gives")
@@ -267,7 +267,7 @@ class Watch:
 
 
 class _Marked(torch.autograd.Function):
-    """The same numbers, whose node in the graph is known. A loss function may take gradients through it."""
+    """Clones a tensor, so that its node in the graph is known. A loss function may take gradients through it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -288,29 +288,29 @@ class End:
     sent: frozenset[Mark]
     operations: tuple[str, ...] = ()
     numbers: dict[Mark, int] = field(default_factory=dict)
-    """Of those that were made there, among what is sent."""
+    """Numbers among what is sent, of the tensors that were made there."""
     carried: tuple[Mark, ...] = ()
-    """Of what is sent, what earlier places made."""
+    """Tensors that are sent and that earlier places made."""
 
 
 class Crossings:
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._events = watch, watch.events
+    def __init__(self, trace: ModelTrace) -> None:
+        self._trace, self._events = trace, trace.events
         self._last_use: dict[Mark, int] = {}
         for number, event in enumerate(self._events):
             self._last_use |= dict.fromkeys(event.behind, number)
         self.is_anew = cache(self._is_anew)
         self.made_from = cache(self._made_from)
         self._carries = False
-        found = self._find_all()
-        if None in found:  # something is used past the layers between, so that these hand it on
+        ends = self._find_all()
+        if None in ends:  # something is used past the layers between, so that these hand it on
             self._carries = True
-            found = self._find_all()
-        self.ends: list[End] = [end for end in found if end is not None]
+            ends = self._find_all()
+        self.ends: list[End] = [end for end in ends if end is not None]
         """Of place 0 and of each link."""
 
     def _find_all(self) -> list[End | None]:
-        return [self._find_opening(), *(self._find(place + 1) for place in range(len(self._watch.links)))]
+        return [self._find_opening(), *(self._find(place + 1) for place in range(len(self._trace.links)))]
 
     def place_of(self, event: int) -> int:
         return sum(end.last < event for end in self.ends)
@@ -324,17 +324,17 @@ class Crossings:
             event = self._events[number]
             behind = {mark for mark in event.behind if mark[0] < first and mark not in sent}
             found = set(event.parameters)
-            if number == self._watch.layers[0] and not self.ends[0].operations:  # it is sent its arguments
-                behind, found = behind - self._watch.opened[0], found - self._watch.opened[1]
+            if number == self._trace.layers[0] and not self.ends[0].operations:  # it is sent its arguments
+                behind, found = behind - self._trace.opened[0], found - self._trace.opened[1]
             yield from found
             for mark in behind:
                 yield from self.made_from(mark[0])
 
     def _find_opening(self) -> End:
         """The arguments of the first link, if later ones need nothing else; or behind an operation before it."""
-        first = self._watch.layers[0]
+        first = self._trace.layers[0]
         later = {mark for event in self._events[first + 1 :] for mark in event.behind if mark[0] < first}
-        plain = End(first - 1, self._watch.opening, frozenset())
+        plain = End(first - 1, self._trace.opening, frozenset())
         counts = {number: count for number in range(first) if later and (count := len(self._live(number)))}
         counts = {number: count for number, count in counts.items() if not self._leaves_a_gap(number, first)}
         if not counts:
@@ -342,26 +342,26 @@ class Crossings:
         return self._end_behind(-1, min(counts, key=lambda number: (counts[number], -number)))
 
     def carries(self, place: int, first: int) -> tuple[tuple[int, int], ...]:
-        """As Layer.carries has it. `first`: the place that is layer 0."""
+        """List the carried tensors as Layer.carries has them. `first`: the place that is layer 0."""
         carried = self.ends[place].carried if place < len(self.ends) else ()
         origins = [(self.place_of(mark[0]), mark) for mark in carried]
         return tuple((origin - first, self.ends[origin].numbers[mark]) for origin, mark in origins)
 
     def _find(self, place: int) -> End | None:
-        layers = self._watch.layers
+        layers = self._trace.layers
         start = layers[place - 1]
         stop = layers[place] if place < len(layers) else len(self._events) - 1
-        found: list[tuple[int, int, int]] = []
+        candidates: list[tuple[int, int, int]] = []
         for last in range(start, stop):
             old = [mark for mark in self._live(last) if mark[0] < start]
             carried = [mark for mark in old if not self.is_anew(mark[0])]
             if (carried and not self._carries) or self._leaves_a_gap(last, stop):
                 continue
-            found.append((len(carried), len(old), last))
+            candidates.append((len(carried), len(old), last))
             if not old:
                 break
-        if found:  # the fewest to carry and to compute anew, and the earliest of those
-            return self._end_behind(start, min(found)[-1])
+        if candidates:  # the fewest to carry and to compute anew, and the earliest of those
+            return self._end_behind(start, min(candidates)[-1])
         if place == len(layers):  # all that follows belongs to the last layer
             return End(len(self._events) - 1, narrow(self._events[start].form, set()), frozenset())
         return None
@@ -375,7 +375,7 @@ class Crossings:
         return any(last < mark[0] < stop < use and not self.is_anew(mark[0]) for mark, use in uses)
 
     def _live(self, last: int) -> list[Mark]:
-        """What was made by then and is used after it."""
+        """List the tensors that were made by then and are used after it."""
         return [mark for mark, use in self._last_use.items() if mark[0] <= last < use]
 
     def _end_behind(self, start: int, last: int) -> End:
