@@ -17,6 +17,7 @@ import potluck
 from potluck.engine.saved_position import position_as_json, restore_position
 from potluck.errors import CheckpointError, ConfigError, Interrupted
 from potluck.events import EpochDone
+from potluck.save import checkpoint_folder
 from potluck.stages import stage_planner
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
@@ -171,6 +172,40 @@ def test_what_is_kept_also_travels_where_there_are_no_files() -> None:
     restore_position(fleet.run, told)
     assert (settings(optimizer), scheduler.last_epoch, dict(scheduler.milestones)) == expected
     assert torch.equal(fleet.state["ema"], torch.eye(2))
+
+
+def test_an_object_of_ones_own_is_saved_as_it_is_then_and_loaded_wherever_the_run_is_put(tmp_path: Path) -> None:
+    fleet = potluck.init()
+    model, optimizer, data = make()
+    fleet.prepare(model, optimizer, data, batch_size=BATCH)
+    own, loaded = {"seen": torch.zeros(1)}, []
+    fleet.kept("mine", lambda: dict(own), loaded.append)
+    fleet.save(tmp_path / "early")
+    own["seen"] = torch.ones(1)
+    fleet.save(tmp_path / "late")
+    assert fleet.load(tmp_path / "early") and fleet.load(tmp_path / "late")
+    assert [float(each["seen"]) for each in loaded] == [0.0, 1.0]
+    restore_position(fleet.run, {**position_as_json(fleet.run), "kept": None})  # as checkpoints of earlier versions are
+    assert len(loaded) == 3
+    with pytest.raises(ConfigError, match="object"):
+        fleet.kept("wrong", lambda: object(), loaded.append)
+        fleet.save(tmp_path / "late")
+
+
+def test_only_the_checkpoint_of_the_best_step_is_marked_as_the_best(tmp_path: Path) -> None:
+    fleet = potluck.init()
+    model, optimizer, data = make()
+    model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH)
+    for x, y in loader:
+        fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+        fleet.step()
+        if fleet.step_number == 2:
+            fleet.run.caller.best = (2, 0.25)
+        fleet.save(tmp_path, keep_last=1)
+    fleet.wait_for_saves()
+    kept = checkpoint_folder.found(tmp_path)
+    assert [path.name[-1] for path in kept] == [str(fleet.step_number)[-1], "2"]
+    assert checkpoint_folder.best_of(kept) == kept[1]
 
 
 def test_a_stopped_loop_is_saved_and_trains_the_rest_and_no_more(tmp_path: Path) -> None:

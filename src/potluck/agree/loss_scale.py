@@ -57,8 +57,8 @@ class LossScale:
         if self.is_on and lowest != self.value:
             self.value, self.good = lowest, 0
 
-    def standing(self) -> dict[str, list[float]]:
-        return {"loss_scale": [self.value, self.good, self.samples_per_row]} if self.is_on else {}
+    def standing(self) -> list[float] | None:
+        return [self.value, self.good, self.samples_per_row] if self.is_on else None
 
     def restore(self, saved: Sequence[float] | None) -> None:
         value, good, samples_per_row = saved if saved is not None else (FIRST, 0, 1.0)

@@ -47,6 +47,7 @@ from potluck.engine.model_checks import check_dense, check_model, check_no_write
 from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
+from potluck.engine.scheduled import Scheduled
 from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
@@ -187,7 +188,7 @@ class Engine(Handle):
             run.base = agree_on_base(run.link, find_base(model), run.notice)
         wire = run.composition.wire if run.wanted.has_host else run.wanted.wire
         run.caller.training = training_settings(optimizer, run.config.clip, wire) | run.caller.training
-        run.scheduled = given.scheduled
+        self._schedule_by(given.scheduled)
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         data = {"source": source, "loss": loss}
         replica = run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
@@ -198,6 +199,16 @@ class Engine(Handle):
         if run.config.compile:
             self._compiling = Compiling(run.say)
         return replica
+
+    def _schedule_by(self, scheduled: Scheduled | None) -> None:
+        run = self.run
+        run.scheduled = scheduled
+        if scheduled is not None:
+            run.kept.add(
+                "scheduler",
+                scheduled.save,
+                lambda saved, tensors: scheduled.load(saved, tensors, run.whole_steps),
+            )
 
     def _settle_wire(self, model: nn.Module) -> None:
         """Refuses to code complex numbers. Of what is not measured: windows code changes of float32 alone."""

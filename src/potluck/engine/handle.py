@@ -1,6 +1,7 @@
 """Handle: what a loop may ask of its run, and hear from it. Knows nothing of how the run computes."""
 
 from collections.abc import Callable
+from typing import Any
 
 from potluck.engine.run_state import RunState
 from potluck.events import EpochDone, EventLog, Heard, StepDone
@@ -78,6 +79,14 @@ class Handle:
     def state(self) -> UserState:
         """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
         return self.run.state
+
+    def kept(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Keeps an object of yours in `fleet.state[name]`: `fleet.kept("ema", ema.state_dict, ema.load_state_dict)`.
+
+        `save()` is asked for it whenever a checkpoint or a newcomer needs it. `load(value)` is called on every worker
+        whose run was put somewhere else, by load() or by a host, with None if nothing was saved under the name.
+        """
+        self.run.state.add_pair(name, save, load)
 
     @property
     def lr_factor(self) -> Callable[[int], float] | None:

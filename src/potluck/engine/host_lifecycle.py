@@ -69,7 +69,7 @@ class HostLifecycle:
         run.speaks = QUIET not in os.environ and run.link.rank == 0
         run.say = client.say
         run.saves = Saves(run.link, run.events, is_gone=lambda: self.driver.member.is_over)
-        run.standing_of.append(lambda: {"version": self.version})
+        run.kept.add("version", lambda tensors: self.version)
         client.on_stop = self._on_stop
         atexit.register(self._close_at_exit)
 

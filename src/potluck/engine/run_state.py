@@ -18,7 +18,6 @@ from potluck.agree.loss_scale import LossScale
 from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
 from potluck.agree.turns import Turns
-from potluck.coded_numbers import Wire
 from potluck.composition import Composition, Wanted
 from potluck.data.fetching import FetchOptions
 from potluck.data.loader import Loader
@@ -26,6 +25,7 @@ from potluck.data.plan import MicroBatch, Position
 from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.frozen_base import FrozenBase
+from potluck.engine.kept import Kept
 from potluck.engine.replica import Replica
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.switches import StepConfig
@@ -34,7 +34,8 @@ from potluck.errors import ConfigError, Diverged, Interrupted
 from potluck.events import EpochDone, EventLog, Noticed, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.ledger import Ledger
 from potluck.link.link import Link
-from potluck.save.saves import Saves, Standing
+from potluck.save.checkpoint_folder import BEST
+from potluck.save.saves import Saves
 from potluck.save.state import UserState
 from potluck.words import say
 
@@ -83,6 +84,8 @@ class LoopSettings:
     """What a host shows of the run: its name, the unit of samples, how many steps there are."""
     memo: dict[str, int] = field(default_factory=dict)
     """What a caller wants to find again if this worker is killed and restarted while the run continues."""
+    best: tuple[int, float] | None = None
+    """The step with the lowest validation loss so far, and that loss: the checkpoint of this step is kept as well."""
 
 
 @dataclass(eq=False)
@@ -149,14 +152,10 @@ class RunState:
     """Puts back what the forward of a row that does not count has changed in buffers."""
 
     saves: Saves = field(init=False)
-    standing_of: list[Callable[[], Standing]] = field(default_factory=list)
-    """What else a checkpoint keeps of where the run stands."""
-    saved_wire: Wire = "fp32"
-    """In which form gradients travelled when the run was saved, where that was measured."""
+    kept: Kept = field(default_factory=Kept)
+    """What a checkpoint keeps of where the run stands, beside its position."""
     looks_with: Callable[[], AbstractContextManager[None]] = nullcontext
     """The weights with which held-out rows are looked at, if others than the run's."""
-    on_stand: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the run has been put somewhere else."""
     is_restored: bool = False
     """Whether this worker was killed, and continues from where it was in a run that has continued meanwhile."""
     loaded_from: Path | None = None
@@ -164,7 +163,11 @@ class RunState:
     def __post_init__(self) -> None:
         self.saves = Saves(self.link, self.events)
         self.scale = LossScale(is_on=self.config.precision == "fp16")
-        self.standing_of.append(self.scale.standing)
+        self.kept.add(
+            "loss_scale", lambda tensors: self.scale.standing(), lambda saved, tensors: self.scale.restore(saved)
+        )
+        self.kept.add("kept", self.state.save, self.state.load)
+        self.kept.add(BEST, lambda tensors: self._best_loss())
         self.start_of_step()
 
     def prepared(self) -> Replica:
@@ -219,6 +222,11 @@ class RunState:
             return self.step_number
         row, size = self.loader.position.row, self.loader.batch.size
         return self.step_number - self.turns.count * (row % size > 0 and row < self.loader.rows)
+
+    def _best_loss(self) -> float | None:
+        """The loss of the weights of this step, where the loop has called them the best so far."""
+        step, loss = self.caller.best or (None, None)
+        return loss if step == self.step_number else None
 
     def seed_random(self, seed: int) -> None:
         """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""

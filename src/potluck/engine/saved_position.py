@@ -9,7 +9,7 @@ from potluck.engine.run_state import RunState
 from potluck.errors import CheckpointError
 from potluck.fleet.ledger import Ledger
 from potluck.save.saves import TENSORS, KeptTensors, Standing
-from potluck.save.state import tensors_json, tensors_of_json
+from potluck.save.state import tensors_json
 from potluck.words import plural
 
 
@@ -33,11 +33,9 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
         "data": run.data or {},
         "stream": loader.saved_stream() if loader is not None else [],
         "order": loader.order.digest(position.epoch, loader.seed) if loader is not None and position.row else "",
+        "scheduler": None,
     }
-    for more in run.standing_of:
-        found |= more()
-    scheduler = run.scheduled.save(tensors) if run.scheduled is not None else None
-    return found | {"scheduler": scheduler, "kept": run.state.save(tensors)}, tensors
+    return found | run.kept.save(tensors), tensors
 
 
 def position_as_json(run: RunState) -> Standing:
@@ -79,26 +77,10 @@ def restore_position(run: RunState, standing: Standing) -> None:
         run.loader.restore_stream(standing.get("stream", []))
         run.loader.current = None
     run.steps_done = run.step_number
-    run.saved_wire = standing.get("wire", "fp32")
-    run.scale.restore(standing.get("loss_scale"))
-    _take_back(run, standing)
-    for call in run.on_stand:
-        call()
+    run.kept.load(standing)
+    run.state.tell_loaded()
     # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
     run.ledger = Ledger([(0, standing["row"])] if run.link.rank == 0 else [])
-
-
-def _take_back(run: RunState, standing: Standing) -> None:
-    """What was kept beside the model; checkpoints of earlier versions have none of it."""
-    tensors = standing.get(TENSORS, {})
-    tensors = tensors_of_json(tensors) if isinstance(tensors, str) else tensors
-    try:
-        if run.scheduled is not None:
-            run.scheduled.load(standing.get("scheduler"), tensors, run.whole_steps)
-        if standing.get("kept") is not None:
-            run.state.load(standing["kept"], tensors)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"What the checkpoint keeps beside the model is damaged: {error!r}.") from None
 
 
 def _tell_of_changes(run: RunState, standing: Standing, loader: Loader) -> None:

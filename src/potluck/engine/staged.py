@@ -37,7 +37,6 @@ from potluck.events import WorkerStep
 from potluck.fleet.ledger import Ledger
 from potluck.link.grid import make_places
 from potluck.save.left_out import leave_out
-from potluck.save.saves import Standing
 from potluck.save.store_run import StoreRun, StoreSaves
 from potluck.sharding.whole_steps import check_can_cut, check_hooks
 from potluck.stages.channel import Channel
@@ -128,7 +127,7 @@ class StagedLayers:
         self._has_met = False
         if store_run is not None:
             run.saves = StoreSaves(run.link, run.events, store_run)
-        run.standing_of.append(self._standing)
+        run.kept.add("plan", lambda tensors: self._plan_as_json())
         composed = run.composition
         places = self.places = make_places(run.link, composed.stages, composed.node_size)
         self.pipelines, self.pipeline, self.place = places.pipelines, places.pipeline, places.place
@@ -306,9 +305,9 @@ class StagedLayers:
             self._runner.run(self._pass, orders, self.places.place)
         return total
 
-    def _standing(self) -> Standing:
+    def _plan_as_json(self) -> str:
         assert self._plan is not None
-        return {"plan": self._plan.to_json()}
+        return self._plan.to_json()
 
     def close(self, *, has_failed: bool) -> None:
         if self._store_run is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from potluck.agree.shares import Balance, share_out
 from potluck.agree.step_report import StepDecision, StepReport, decide_step
 from potluck.agree.wire_choice import WireChoice
-from potluck.coded_numbers import coding_of
+from potluck.coded_numbers import Wire, coding_of
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.source import DataSource
@@ -43,12 +43,11 @@ class Steps:
     def begin(self, replica: Replica) -> None:
         if self._run.composition.wire_is_measured:
             choice = self._wire = WireChoice()
-            self._run.standing_of.append(lambda: {"wire": choice.wire})
-            self._run.on_stand.append(self._resume_wire)
+            self._run.kept.add("wire", lambda tensors: choice.wire, lambda saved, tensors: self._resume_wire(saved))
 
-    def _resume_wire(self) -> None:
+    def _resume_wire(self, saved: Wire | None) -> None:
         assert self._wire is not None
-        self._wire.resume(self._run.saved_wire)
+        self._wire.resume(saved or "fp32")
         self._run.prepared().code(coding_of(self._wire.wire))
 
     def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:

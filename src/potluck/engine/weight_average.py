@@ -43,7 +43,7 @@ class WeightAverage:
         for name, average in zip(self._names, self._averages, strict=True):
             outer.kept.setdefault(name, {})[AVERAGE] = average
         self._step = run.step_number
-        run.on_stand.append(self._stand)
+        run.kept.add(AVERAGE, lambda tensors: None, lambda saved, tensors: self._stand())
         run.after_agreement.insert(0, self._follow)
         run.looks_with = self.applied
 

@@ -36,7 +36,6 @@ from potluck.errors import ConfigError
 from potluck.events import Decided, StepDone, StepSkipped, WorkerStep
 from potluck.link.grid import make_nodes
 from potluck.link.link import Alone, Rows
-from potluck.save.saves import Standing
 
 NEARLY = 0.9
 """The share of its part after which a replica that may continue beyond it says that nobody need wait for it."""
@@ -92,8 +91,7 @@ class Windows:
         self._moments: Moments | None = None
         self._stretch = 1.0
         """Of this replica's own steps, in the window that is open."""
-        run.standing_of.append(self._standing)
-        run.on_stand.append(self._stand)
+        run.kept.add("left", lambda tensors: self._rows_left(), lambda saved, tensors: self._stand())
 
     # Preparing
 
@@ -416,8 +414,8 @@ class Windows:
 
     # Where the run stands
 
-    def _standing(self) -> Standing:
-        return {"left": [list(part) for part in self._loader.left_after(self._pool.ranges)]}
+    def _rows_left(self) -> list[list[int]]:
+        return [list(part) for part in self._loader.left_after(self._pool.ranges)]
 
     def _stand(self) -> None:
         self._delta.start_anew()

@@ -149,7 +149,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
         loader = self._prepare(plain, max_steps)
         self._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
         self._looks = 0
-        fleet.run.on_stand.append(self._stand)
+        fleet.kept(KEPT, lambda: json.dumps(self._known() | {"log": self.state.log_history}), self._stand)
         self._find_standing(resume_from_checkpoint)
         self._begin_figures()
         fleet.after_step.append(self._after_step)
@@ -228,7 +228,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
             fleet.load(Path())  # joins
         elif fleet.world > 1:
             fleet.seed_random(self.args.seed)
-        self._stand()
+        self._stand(fleet.state.get(KEPT))
         self._take_rank()
 
     def _begin_figures(self) -> None:
@@ -321,8 +321,6 @@ class Elastic(_Trainer):  # type: ignore[misc]
         if looks:
             self._looks += 1
             self._follow()
-        if looks or control.should_log:
-            self._keep()
         control.should_log = control.should_evaluate = control.should_save = False
 
     def _leave(self, trial: Any) -> None:
@@ -346,13 +344,10 @@ class Elastic(_Trainer):  # type: ignore[misc]
     def _exportable(self) -> list[Any]:
         return [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
 
-    def _keep(self) -> None:
-        self.fleet.state[KEPT] = json.dumps(self._known() | {"log": self.state.log_history})
-
-    def _stand(self) -> None:
+    def _stand(self, saved: str | None) -> None:
         """The run was put somewhere: so are the state and the callbacks."""
         self.state.global_step = self._globalstep_last_logged = self.fleet.step_number
-        known = json.loads(self.fleet.state.get(KEPT, "{}"))
+        known = json.loads(saved or "{}")
         self.state.log_history = known.get("log", self.state.log_history)
         self._take(known)
 
@@ -435,7 +430,6 @@ class Elastic(_Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """And all else from which a run is resumed; under a host it is the host that keeps it."""
-        self._keep()
         self.fleet.save(os.path.join(output_dir, STATE), keep_last=1)  # noqa: PTH118
         self.fleet.wait_for_saves()
 

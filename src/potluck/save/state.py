@@ -4,7 +4,7 @@ import base64
 import json
 import random
 import zlib
-from collections.abc import Container, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -273,6 +273,11 @@ class UserState(MutableMapping[str, Any]):
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
+        self._pairs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+
+    def add_pair(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
+        """Asks `save` for the value whenever a checkpoint is taken, and gives it to `load` wherever one was loaded."""
+        self._pairs[name] = save, load
 
     def __setitem__(self, name: str, value: Any) -> None:
         if not isinstance(name, str):
@@ -302,11 +307,20 @@ class UserState(MutableMapping[str, Any]):
 
     def save(self, tensors: dict[str, Tensor]) -> Any:
         """As JSON; tensors go into `tensors`."""
+        for name, (save_one, _) in self._pairs.items():
+            self[name] = save_one()
         return flatten(self._values, NAME, tensors, "")
 
     def load(self, saved: Any, tensors: Tensors) -> None:
         """What was kept takes the place of what is here; what is here alone stays."""
+        if saved is None:  # a checkpoint of an earlier version
+            return
         found = unflatten(saved, tensors)
         if not isinstance(found, dict):
             raise TypeError(f"{NAME} is a table, not a {type(found).__name__}")
         self._values |= found
+
+    def tell_loaded(self) -> None:
+        """Calls what is the user's own, so its errors are not those of a damaged checkpoint."""
+        for name, (_, load_one) in self._pairs.items():
+            load_one(self._values.get(name))

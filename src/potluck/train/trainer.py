@@ -39,7 +39,7 @@ from potluck.events import (
     loss_among,
 )
 from potluck.save.checkpoint import CheckpointConfig
-from potluck.save.checkpoint_folder import BEST, best_of, found, holds_any
+from potluck.save.checkpoint_folder import best_of, found, holds_any
 from potluck.save.run_folder import check_room, hold, make_run_folder, point_page_to
 from potluck.show.progress import Progress
 from potluck.signals import on_interrupt
@@ -200,8 +200,7 @@ class Trainer:
         )
         self.callbacks = callbacks
         self._validations = Validations()
-        self.engine.run.on_stand.append(self._take_validations)
-        self.engine.run.standing_of.append(self._best_standing)
+        self.engine.kept(VALIDATIONS, lambda: asdict(self._validations), self._take_validations)
         self._validated_at = self._caller.memo.get("validated_at", -1)
         self._saved_at = self._caller.memo.get("saved_at", -1)
 
@@ -331,8 +330,7 @@ class Trainer:
             is_best = self._look()
         if self.engine.is_led:  # a newcomer has missed what the others found while it caught up
             self._validations.follow(_rows_of(self.engine.gather(asdict(self._validations))))
-        self.engine.state[VALIDATIONS] = asdict(self._validations)
-        self.summary.best_loss = self._validations.best_loss
+            self._note_best()
         if is_best and self.config.checkpoint.best:
             self._save()
         if self._has_stopped_early:
@@ -345,6 +343,7 @@ class Trainer:
         step, loss = self.engine.step_number, loss_among(looked)
         self.engine.events.emit(Validated(step=step, loss=loss, metrics=metrics))
         is_best = self._validations.take(step, loss)
+        self._note_best()
         if loss is None and (self.config.checkpoint.best or self.config.patience is not None):
             self._keep()
             raise ConfigError(needs_loss(list(metrics)))
@@ -362,18 +361,15 @@ class Trainer:
             f" better than {found.best:.4f}, at step {found.best_step:,}."
         )
 
-    def _take_validations(self) -> None:
+    def _take_validations(self, known: dict[str, Any] | None) -> None:
         """The run was put somewhere else."""
-        known = self.engine.state.get(VALIDATIONS, {})
-        self._validations = Validations(**known)
-        if known:
-            self.summary.best_loss = self._validations.best_loss
+        self._validations = Validations(**(known or {}))
+        self._note_best()
 
-    def _best_standing(self) -> dict[str, float]:
-        """What a checkpoint says of itself, if it is of the best weights so far."""
+    def _note_best(self) -> None:
         found = self._validations
-        is_best = self.config.checkpoint.best and found.best_step == self.engine.step_number
-        return {BEST: found.best} if is_best else {}
+        self.summary.best_loss = found.best_loss
+        self._caller.best = (found.best_step, found.best) if self.config.checkpoint.best else None
 
     def _save(self) -> None:
         if self._saved_at != self.engine.step_number:
