@@ -69,7 +69,7 @@ def a_story() -> FleetStory:
 
 def test_a_killed_worker_is_told_of_by_what_the_events_show() -> None:
     story = a_story()
-    told = story.strike("joiner-2", 7.5)
+    told = story.on_kill("joiner-2", 7.5)
     assert told.text == "joiner-2 is killed (-9), after step 4."
     assert heard(story, done(7.6, 5, 11, 12)) == "", "a step that it still had its part in tells nothing of the others"
     assert heard(story, went(7.8, 12, polite=False), done(8.0, 6, 11)).splitlines() == [
@@ -91,7 +91,7 @@ def test_a_killed_worker_is_told_of_by_what_the_events_show() -> None:
 )
 def test_a_killed_host_is_told_of_with_the_steps_that_were_done_again(next_step: int, ends: str) -> None:
     story = a_story()
-    assert story.strike("the host", 7.5, is_host=True).text == "The host is killed (-9), after step 4."
+    assert story.on_kill("the host", 7.5, is_host=True).text == "The host is killed (-9), after step 4."
     records = (came(9, 11, 1), came(9, 12, 2), started(9, next_step - 1), done(9.5, next_step, 11, 12))
     said = heard(story, *records).splitlines()
     assert said[:3] == [
@@ -107,7 +107,7 @@ def test_a_killed_host_is_told_of_with_the_steps_that_were_done_again(next_step:
 def finished() -> tuple[FleetStory, Progression]:
     """Two runs that came to the same, one of them disturbed."""
     story, other = a_story(), Progression()
-    story.strike("joiner-2", 7.5)
+    story.on_kill("joiner-2", 7.5)
     heard(story, went(7.8, 12, polite=False), done(8, 5, 11), proof(9, 0), ended(10))
     for record in (started(1, 0), done(2, 5, 11), proof(3, 0), ended(4)):
         other.hear(record)
@@ -137,7 +137,7 @@ def broken_promises() -> Iterator[tuple[Comparison, str]]:
     other.hear(ended(11, "interrupted"))
     yield Comparison(story, other, ("ab", "ab")), "The undisturbed run did not finish."
     story, other = finished()
-    story.strike("the host", 9.0, is_host=True)
+    story.on_kill("the host", 9.0, is_host=True)
     yield Comparison(story, other, ("ab", "ab")), "The host was killed, and the events do not show"
 
 

@@ -29,7 +29,7 @@ class _Unknown(Exception):
 
 
 class _Content:
-    """What is in nested containers: exactly, but for floats."""
+    """Digests nested containers: exactly, but for floats."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -75,7 +75,7 @@ class _Content:
         self._exact.update(data)
 
     def _as_array(self, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """Of a large tensor, only what is looked at; its shape is noted separately."""
+        """Take the numbers of a large tensor that are looked at; its shape is noted separately."""
         self._note("tensor", str(list(tensor.shape)).encode())
         flat = tensor.detach().to_dense().reshape(-1)
         flat = flat[:: self._every(len(flat))].to("cpu")

@@ -127,7 +127,7 @@ def _in_words() -> Iterator[None]:
 
 
 class _Wanted:
-    """What to read, as a sampler that may be asked again."""
+    """A sampler of what to read next, which may be asked again."""
 
     def __init__(self) -> None:
         self.now: Iterable[Any] = ()

@@ -133,12 +133,12 @@ class Loader:
         return micro
 
     def _rows_at(self, order: Tensor, micro: MicroBatch) -> list[int]:
-        """Which rows a micro-batch has; if all of its places are empty, two others, which will weigh nothing."""
-        found = order[micro.start : micro.end]
+        """List the rows of a micro-batch; if all of its places are empty, two others, which will weigh nothing."""
+        rows = order[micro.start : micro.end]
         if self.order.has_gaps:
-            found = found[found != EMPTY]
-            found = found if len(found) else order[order != EMPTY][:2]
-        return list(found.tolist())
+            rows = rows[rows != EMPTY]
+            rows = rows if len(rows) else order[order != EMPTY][:2]
+        return list(rows.tolist())
 
     def _in_turns(self, planned: list[MicroBatch], order: Tensor, fetched: Iterator[Any]) -> Iterator[Any]:
         """A step's micro-batches, once for each turn that is left of it: fetched once, and the same in each."""
@@ -221,7 +221,7 @@ class Loader:
         return torch.cat([order[~is_left], order[is_left]])
 
     def saved_stream(self) -> list[list[Any]]:
-        """What a checkpoint keeps of a stream; of other data nothing."""
+        """Return what a checkpoint keeps of a stream; for other data, nothing."""
         if not isinstance(self.dataset, StreamRows):
             return []
         left = self._order()[self.position.row :]
@@ -233,11 +233,12 @@ class Loader:
             self.dataset.restore(saved)
 
     def seen(self) -> Fingerprint:
-        """Of a stream: the content of some rows of this epoch, as this worker has read them."""
+        """Return the content of some rows of this epoch, as this worker has read them from a stream."""
         return self.dataset.seen(self.position.epoch) if isinstance(self.dataset, StreamRows) else {}
 
     def digest_of_next(self) -> str:
-        """Of the next epoch's order; empty where the seed says it all, and where it cannot be."""
+        """Return the digest of the next epoch's order; empty where the seed determines it, and where it cannot be made
+        yet."""
         try:
             return self.order.digest(self.position.epoch + 1, self.seed)
         except ConfigError:  # said when that epoch begins
@@ -254,15 +255,15 @@ class Loader:
         if not self.position.left:
             rows = sum(end - start for start, end in ranges)
             return () if list(ranges) in ([], [(self.rows - rows, self.rows)]) else tuple(ranges)
-        found: list[tuple[int, int]] = []
+        left: list[tuple[int, int]] = []
         for start, end in ranges:
             at = self.rows - sum(b - a for a, b in self.position.left)
             for a, b in self.position.left:
                 low, high = max(start, at), min(end, at + b - a)
                 if low < high:
-                    found.append((a + low - at, a + high - at))
+                    left.append((a + low - at, a + high - at))
                 at += b - a
-        return tuple(found)
+        return tuple(left)
 
     def _fetch(self, order: Tensor, row: int) -> Iterator[Any]:
         """This worker's batches from this place on."""
@@ -332,7 +333,7 @@ class SliceLoader(Loader):
                 self._aside.close()
 
     def expect(self, micros: Iterable[MicroBatch]) -> None:
-        """What the plan gives from here on, though it may end early: it is fetched ahead, if there is anybody to."""
+        """Begin to fetch ahead what the plan gives from here on, if there are fetchers; it may end early."""
         if self.batch.fetchers:
             self._coming.clear()
             self._fetched = self._fetcher.read(self._asked((micro, self.seed_of(micro)) for micro in list(micros)))
@@ -340,8 +341,9 @@ class SliceLoader(Loader):
     def follow(
         self, thread: tuple[int, ...], row: int, expected: Callable[[], Iterable[tuple[MicroBatch, int]]]
     ) -> None:
-        """As expect(), of work that is handed out bit by bit. `expected`: micro-batches with their seeds, of which some
-        may never come. It is asked anew where another thread of them begins; else what lies before `row` is dropped."""
+        """Fetch ahead as expect() does, for work that is handed out bit by bit. `expected` gives micro-batches with
+        their seeds, of which some may never come. It is called again where another thread of them begins; else what
+        lies before `row` is dropped."""
         if not self.batch.fetchers:
             return
         if self._thread == thread:
@@ -354,7 +356,7 @@ class SliceLoader(Loader):
         self._fetched = self._fetcher.read(self._asked(expected()))
 
     def _asked(self, expected: Iterable[tuple[MicroBatch, int]]) -> Iterator[Request]:
-        """What is asked for is noted as it is: the processes ask as far as they may read ahead."""
+        """Note each request as it is made: the fetchers' processes ask as far as they may read ahead."""
         for micro, seed in expected:
             request = self._request(micro, seed)
             self._coming.append((request, micro.start))
@@ -373,7 +375,7 @@ class SliceLoader(Loader):
         return False
 
     def _read_in_turn(self, request: Request) -> Any:
-        """As they were in the turn before, if this worker had them."""
+        """Read a request; in later turns, return what this worker read in the turn before."""
         if self.turns.count == 1:
             return self._read(request)
         if not self.turns.now and self._turn_given:

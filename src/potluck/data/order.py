@@ -35,7 +35,7 @@ class Order(Protocol):
 
     @property
     def counted(self) -> str:
-        """What the places are, where they are not the samples of the dataset, each at one place."""
+        """Return the word for the places, where they are not the samples of the dataset, each at one place."""
 
     def of(self, epoch: int, seed: int) -> Tensor:
         """The row at each place, or EMPTY."""
@@ -47,7 +47,7 @@ class Order(Protocol):
         """For a person, and for other workers to compare: in which order rows come."""
 
     def digest(self, epoch: int, seed: int) -> str:
-        """Of one epoch's order; empty where the seed says it all."""
+        """Return the digest of one epoch's order; empty where the seed determines it."""
 
 
 class Shuffled:
@@ -100,19 +100,19 @@ class SamplerOrder:
             self.counted = "places in the sampler's order"
 
     def of(self, epoch: int, seed: int) -> Tensor:
-        found = self._kept.get((epoch, seed))
-        if found is None:
-            found = self._laid_out(*self._ask_until(epoch, seed))
-            if len(found) != self.rows:
+        places = self._kept.get((epoch, seed))
+        if places is None:
+            places = self._laid_out(*self._ask_until(epoch, seed))
+            if len(places) != self.rows:
                 raise ConfigError(
-                    f"The sampler {self._name} gave {len(found):,} places in epoch {epoch + 1}, and {self.rows:,} in"
+                    f"The sampler {self._name} gave {len(places):,} places in epoch {epoch + 1}, and {self.rows:,} in"
                     " the first epoch. All epochs of a run are equally long: let the sampler give as many rows, in"
                     " as many batches, each time."
                 )
-            self._kept[epoch, seed] = found
+            self._kept[epoch, seed] = places
             while len(self._kept) > KEPT:
                 del self._kept[next(iter(self._kept))]
-        return found
+        return places
 
     def begin(self, epoch: int) -> None:
         for each in (*_samplers_of(self._loader), self._loader.dataset):
@@ -147,19 +147,19 @@ class SamplerOrder:
         return found
 
     def _checked(self, rows: list[Any]) -> Tensor:
-        found = np.asarray(rows if rows else np.zeros(0, np.int64))
-        if found.dtype.kind not in "iu" or found.ndim != 1:
+        indices = np.asarray(rows if rows else np.zeros(0, np.int64))
+        if indices.dtype.kind not in "iu" or indices.ndim != 1:
             raise ConfigError(
                 f"The sampler {self._name} gives {type(rows[0]).__name__}s, and rows are found by whole numbers. Let"
                 " the dataset number its rows."
             )
-        found = found.astype(np.int64)
-        outside = found[(found < -self._length) | (found >= self._length)]
+        indices = indices.astype(np.int64)
+        outside = indices[(indices < -self._length) | (indices >= self._length)]
         if len(outside):
             raise ConfigError(
                 f"The sampler {self._name} gives row {outside[0]:,}, and the dataset has {plural(self._length, 'row')}."
             )
-        return torch.from_numpy(found % max(1, self._length))
+        return torch.from_numpy(indices % max(1, self._length))
 
     def _laid_out(self, rows: Tensor, sizes: list[int]) -> Tensor:
         largest = max(sizes, default=0)
@@ -216,12 +216,12 @@ def _as_they_stood(generators: list[torch.Generator], states: list[Tensor]) -> I
 def _ask_as_a_loader_does(loader: "DataLoader[Any]", *, is_first: bool) -> list[list[Any]]:
     """One pass over its sampler, with all that a pass over the loader draws from its generator on the way."""
     sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    asked: Iterator[Any] = iter(sampler)
+    batches: Iterator[Any] = iter(sampler)
     if is_first or not loader.persistent_workers:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the base seed of its processes
         if loader.num_workers:
-            asked = iter(sampler)
-    return [list(batch) if loader.batch_sampler is not None else [batch] for batch in asked]
+            batches = iter(sampler)
+    return [list(batch) if loader.batch_sampler is not None else [batch] for batch in batches]
 
 
 def _set_epoch(held: Any, epoch: int) -> None:

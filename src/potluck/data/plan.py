@@ -40,7 +40,7 @@ class BatchConfig:
 
     @property
     def slices_in_pairs(self) -> int:
-        """The same, but fewer where a slice would have but one row."""
+        """Count the slices of a step, but fewer where a slice would have only one row."""
         return min(self.slice_count, max(1, self.size // 2, self._fewest_slices))
 
     @property
@@ -70,7 +70,7 @@ class MicroBatch:
     step_end: int
     """Where the whole step ends, over all workers."""
     number: int = 0
-    """Which of this worker's parts of the step it is."""
+    """Index of this part among this worker's parts of the step."""
     counts: bool = True
     """False: somebody else's rows, with which this worker takes part in what all must do together."""
     is_empty: bool = False

@@ -65,20 +65,20 @@ def read_batch(dataset: Any, rows: list[int], collate: Callable[[list[Any]], Any
     """These rows as one batch; or what the person who wrote the dataset needs to know."""
     if is_plain(dataset, collate):
         return dataset[rows]
-    found: list[Any] = []
+    samples: list[Any] = []
     try:
         if hasattr(dataset, "__getitems__"):
-            found = list(dataset.__getitems__(rows))
+            samples = list(dataset.__getitems__(rows))
         else:
             for row in rows:
-                found.append(dataset[row])
+                samples.append(dataset[row])
     except PotluckError:
         raise
     except Exception as error:
-        which = f"Rows {rows}" if hasattr(dataset, "__getitems__") else f"Row {rows[len(found)]}"
+        which = f"Rows {rows}" if hasattr(dataset, "__getitems__") else f"Row {rows[len(samples)]}"
         return UnreadableBatch(f"{which} of the dataset could not be read: {_words(error)}.\n{_own_frames(error)}")
     try:
-        return (collate or default_collate)(found)
+        return (collate or default_collate)(samples)
     except PotluckError:
         raise
     except Exception as error:
@@ -93,7 +93,7 @@ def _words(error: Exception) -> str:
 
 
 def _own_frames(error: Exception, most: int = 6) -> str:
-    """Of the error's stack, the last few frames, and none of ours."""
+    """Show the last few frames of an error's stack, and none of ours."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return "".join(traceback.format_list(frames[-most:])).rstrip()
 

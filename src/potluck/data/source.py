@@ -1,4 +1,4 @@
-"""What prepare() was given to train on, as one thing: rows, their order, how they are fetched and put together.
+"""DataSource: the data that prepare() trains on, as rows, their order, and how they are fetched and collated.
 
 A map-style dataset, tensors, a stream, or a DataLoader of torch, whose parts are taken over. Knows nothing of workers.
 """
@@ -33,7 +33,7 @@ class DataSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedData:
-    """What a caller says beside the data."""
+    """A caller's options beside the data."""
 
     batch_size: int | None = None
     collate: Collate = None
@@ -41,67 +41,67 @@ class AskedData:
     seed: int = 0
     """For an order that takes none from elsewhere, and for what a stream draws."""
     rows: int | None = None
-    """Of a stream: how many are an epoch."""
+    """How many rows of a stream are an epoch."""
     notice: Callable[[str], None] = lambda sentence: None
 
 
-def source_of(data: Any, asked: AskedData = AskedData()) -> DataSource:
+def source_of(data: Any, options: AskedData = AskedData()) -> DataSource:
     if isinstance(data, DataSource):
         return data
     if isinstance(data, DataLoader):
-        return _of_loader(data, asked)
+        return _of_loader(data, options)
     if is_stream(data):
-        return _of_stream(data, asked)
-    _check_no_stream(asked)
+        return _of_stream(data, options)
+    _check_no_stream(options)
     dataset = as_dataset(data)
-    size, fetchers = asked.batch_size or 0, asked.fetchers
+    size, fetchers = options.batch_size or 0, options.fetchers
     order = Shuffled(len(dataset))
-    return DataSource(dataset=dataset, order=order, collate=asked.collate, batch_size=size, fetchers=fetchers)
+    return DataSource(dataset=dataset, order=order, collate=options.collate, batch_size=size, fetchers=fetchers)
 
 
-def _check_no_stream(asked: AskedData) -> None:
-    if asked.rows is not None:
+def _check_no_stream(options: AskedData) -> None:
+    if options.rows is not None:
         raise ConfigError("rows= says how many rows of a stream are an epoch. A dataset has the rows that it has.")
 
 
-def _of_stream(stream: Any, asked: AskedData, *, drops_last: bool = False) -> DataSource:
+def _of_stream(stream: Any, options: AskedData, *, drops_last: bool = False) -> DataSource:
     """`drops_last`: an epoch ends before a batch that is not whole."""
-    if asked.rows is not None and asked.rows < 1:
-        raise ConfigError(f"rows= is how many rows of the stream are an epoch, at least 1, not {asked.rows}.")
-    rows, size = asked.rows or length_of(stream, asked.notice), asked.batch_size or 0
+    if options.rows is not None and options.rows < 1:
+        raise ConfigError(f"rows= is how many rows of the stream are an epoch, at least 1, not {options.rows}.")
+    rows, size = options.rows or length_of(stream, options.notice), options.batch_size or 0
     if drops_last and size:
         rows -= rows % size
     if not rows:
         raise ConfigError("The stream gives no row, or fewer than one batch.")
     # Another worker's part of a step may become this one's: as much is kept.
-    dataset = StreamRows(stream, rows, is_endless=asked.rows is not None, seed=asked.seed, keep=max(1, 2 * size))
-    dataset.notice = asked.notice
+    dataset = StreamRows(stream, rows, is_endless=options.rows is not None, seed=options.seed, keep=max(1, 2 * size))
+    dataset.notice = options.notice
     return DataSource(
         dataset=dataset,
         order=StreamOrder(stream, rows),
-        collate=asked.collate,
+        collate=options.collate,
         batch_size=size,
-        fetchers=min(1, asked.fetchers),  # it can only be read in turn
+        fetchers=min(1, options.fetchers),  # it can only be read in turn
     )
 
 
-def _of_loader(loader: "DataLoader[Any]", asked: AskedData) -> DataSource:
-    batch_size, collate, fetchers = asked.batch_size, asked.collate, asked.fetchers or loader.num_workers
+def _of_loader(loader: "DataLoader[Any]", options: AskedData) -> DataSource:
+    batch_size, collate, fetchers = options.batch_size, options.collate, options.fetchers or loader.num_workers
     has_batches = loader.batch_size is not None or loader.batch_sampler is not None
     own = loader.collate_fn if loader.collate_fn is not default_collate and has_batches else None
     if own is not None and collate is not None and own is not collate:
         raise ConfigError("The DataLoader has a collate_fn, and collate= was given too. Leave one of them out.")
-    asked = replace(asked, collate=collate or own, fetchers=fetchers)
+    options = replace(options, collate=collate or own, fetchers=fetchers)
     if is_stream(loader.dataset):
         if loader.batch_size is not None:
-            asked = replace(asked, batch_size=_agreed_size(loader.batch_size, batch_size))
+            options = replace(options, batch_size=_agreed_size(loader.batch_size, batch_size))
         elif not batch_size:
             raise ConfigError(ONE_BY_ONE)
-        found = _of_stream(loader.dataset, asked, drops_last=loader.drop_last)
-        return replace(found, fetching=FetchOptions.of(loader))
-    _check_no_stream(asked)
+        source = _of_stream(loader.dataset, options, drops_last=loader.drop_last)
+        return replace(source, fetching=FetchOptions.of(loader))
+    _check_no_stream(options)
     dataset = as_dataset(loader.dataset)
-    order = SamplerOrder(loader, len(dataset), asked.seed)
+    order = SamplerOrder(loader, len(dataset), options.seed)
     size = order.batch if loader.batch_sampler is not None else 0
     if not order.rows:
         raise ConfigError(
@@ -116,7 +116,7 @@ def _of_loader(loader: "DataLoader[Any]", asked: AskedData) -> DataSource:
     return DataSource(
         dataset=dataset,
         order=order,
-        collate=asked.collate,
+        collate=options.collate,
         batch_size=size,
         fetchers=fetchers,
         fetching=FetchOptions.of(loader),

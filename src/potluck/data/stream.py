@@ -47,13 +47,13 @@ class StreamMark:
     place: int
     """Over all epochs."""
     turn: int
-    """Which pass over the stream it is."""
+    """Index of the pass over the stream."""
     row: int
-    """Of that pass."""
+    """Index of the row in that pass."""
     content: Mark | None = None
-    """Of the row that follows, once it was read."""
+    """Digest of the row that follows, once it was read."""
     state: Any = None
-    """What the stream said of itself, as JSON if it can be; None: nothing."""
+    """The stream's own state_dict, as JSON if that can hold it; None: it has none."""
 
     @property
     def can_be_begun_at(self) -> bool:
@@ -65,7 +65,8 @@ class StreamMark:
 
 
 def is_stream(data: Any) -> bool:
-    """What can be iterated over again and again, and has no rows to ask for; or a function that makes iterators."""
+    """Tell whether data can be iterated over again and again and has no rows to ask for, or is a function that makes
+    iterators."""
     if isinstance(data, IterableDataset) or inspect.isgeneratorfunction(getattr(data, "func", data)):
         return True
     has_rows = hasattr(data, "__getitem__") or isinstance(data, Mapping | Tensor | set | frozenset)
@@ -117,7 +118,8 @@ class StreamRows(Dataset[Any]):
 
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
-        """What reading draws depends on the stream's position alone, and the model's numbers do not depend on it."""
+        """Give reading random numbers that depend on the stream's position alone, and that the model's do not depend
+        on."""
         with random_numbers_kept():
             if self._randoms is not None:
                 python, numpy, own = self._randoms
@@ -170,18 +172,18 @@ class StreamRows(Dataset[Any]):
             state = _state_of(self.stream) if self._row and self._trusts_states else None
             mark = StreamMark(self._at, self._turn, self._row, state=state)
         try:
-            found = next(self._iterator)
+            row = next(self._iterator)
         except StopIteration:
             self._end_of_pass()
             return self._read()
-        if mark is not None and not self._is_as_it_was(mark, mark_of(found)):
+        if mark is not None and not self._is_as_it_was(mark, mark_of(row)):
             self._go_to(mark.place)
             return self._read()
-        self._recent[self._at] = found
+        self._recent[self._at] = row
         while len(self._recent) > self._keep:
             self._recent.popitem(last=False)
         self._at, self._row = self._at + 1, self._row + 1
-        return found
+        return row
 
     def _end_of_pass(self) -> None:
         if not self._row:
@@ -238,7 +240,7 @@ class StreamRows(Dataset[Any]):
             self._learn(mark)
 
     def saved(self, place: int) -> list[list[Any]]:
-        """What a checkpoint keeps for a run that has used all places before this one."""
+        """Return the marks that a checkpoint keeps for a run that has used all places before this one."""
         before = sorted((mark for mark in self._marks.values() if mark.place <= place), key=lambda mark: mark.place)
         begun = [mark for mark in before if mark.row == 0 or isinstance(mark.state, str)]
         return [mark.told() for mark in {mark.place: mark for mark in (*begun[-2:], *before[-2:])}.values()]
@@ -284,10 +286,10 @@ class StreamOrder:
 
 @dataclass(slots=True)
 class KnownStream:
-    """What was found out of a stream before anything was read of it."""
+    """Facts about a stream, found out before anything was read of it."""
 
     first_state: Any
-    """What it says of itself later is where it was last read to."""
+    """The stream's state at first; any later state is where it was last read to."""
     rows: int | None = None
 
 
@@ -318,20 +320,20 @@ def length_of(stream: Any, notice: Callable[[str], None]) -> int:
 
 def _count(stream: Any, notice: Callable[[str], None]) -> int:
     reader = StreamRows(stream, 1, is_endless=False, keep=1)
-    found, told_at = 0, time.monotonic()
+    rows, told_at = 0, time.monotonic()
     with random_numbers_kept():
         reader._begin(StreamMark(0, 0, 0))
         assert reader._iterator is not None
         for _ in reader._iterator:
-            found += 1
+            rows += 1
             if time.monotonic() - told_at > LONG_S:
                 told_at = time.monotonic()
-                notice(f"Counting the rows of the stream: {found:,} so far. rows= of prepare() would say how many.")
-    return found
+                notice(f"Counting the rows of the stream: {rows:,} so far. rows= of prepare() would say how many.")
+    return rows
 
 
 def _state_of(stream: Any) -> Any:
-    """As JSON where it survives that, else a copy of it."""
+    """Return a stream's state: as JSON if that can hold it, else a copy of it."""
     if not callable(getattr(stream, "state_dict", None)) or not callable(getattr(stream, "load_state_dict", None)):
         return None
     try:

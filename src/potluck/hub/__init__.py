@@ -1,1 +1,1 @@
-"""What a run has come to, on the Hugging Face hub: a model card made from the run, and the upload."""
+"""The Hugging Face hub: a model card made from a run, and the upload of its result."""

@@ -22,7 +22,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass
 class RunSummary:
-    """What a run's events come to, however often it was resumed."""
+    """Figures of a run, summed up from its events, however often it was resumed."""
 
     begun: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -30,18 +30,18 @@ class RunSummary:
     validation: dict[str, Any] = field(default_factory=dict)
     epochs: dict[int, dict[str, Any]] = field(default_factory=dict)
     kinds: Counter[str] = field(default_factory=Counter)
-    """Of the workers that came to a host: what each computes with."""
+    """Devices of the workers that came to a host, counted."""
     lost: int = 0
     resumed: int = 0
     skipped: int = 0
 
     @classmethod
     def read(cls, events: Path) -> "RunSummary":
-        told = cls()
+        summary = cls()
         if events.is_file():
             for record in read_events(events):
-                told._take(record)
-        return told
+                summary._take(record)
+        return summary
 
     def _take(self, record: dict[str, Any]) -> None:
         match record["event"]:
@@ -72,7 +72,7 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What is uploaded, and where."""
+    """The model that is uploaded, and where."""
 
     repo: str
     is_adapter: bool
@@ -86,20 +86,20 @@ class Pushed:
 
 def model_card(run: Path, recipe: dict[str, Any], pushed: Pushed) -> str:
     """`recipe`: what run.toml says; of a model from Hugging Face, it names its base."""
-    told, name = RunSummary.read(run / "events.jsonl"), without_paths(str(recipe.get("name", "model")))
+    summary, name = RunSummary.read(run / "events.jsonl"), without_paths(str(recipe.get("name", "model")))
     base = without_paths(str(recipe.get("model", {}).get("hf", "")))
     return "\n".join(
         [
             _front(base, is_adapter=pushed.is_adapter),
             f"# {name}\n",
-            f"{_how(told, base, is_adapter=pushed.is_adapter)}\n",
+            f"{_how(summary, base, is_adapter=pushed.is_adapter)}\n",
             "## Figures\n",
-            _table(_figures(told)),
+            _table(_figures(summary)),
             "## Each sample exactly once\n",
-            *(f"- {_proof(epoch)}" for _, epoch in sorted(told.epochs.items())),
-            *([] if told.epochs else ["No epoch was finished, so there is no proof of one."]),
+            *(f"- {_proof(epoch)}" for _, epoch in sorted(summary.epochs.items())),
+            *([] if summary.epochs else ["No epoch was finished, so there is no proof of one."]),
             "\n## Who took part\n",
-            f"{_who(told)}\n",
+            f"{_who(summary)}\n",
             "## Use\n",
             f"```python\n{_use(base, pushed)}\n```\n",
             "## Recipe\n",
@@ -123,25 +123,23 @@ def _how(told: RunSummary, base: str, *, is_adapter: bool) -> str:
     return f"{what}, trained with Potluck on {by}.{resumed}"
 
 
-def _figures(told: RunSummary) -> dict[str, str]:
-    last, unit = told.last, as_words(told.begun.get("unit", "rows"))
-    found: dict[str, str] = {}
-    if told.begun:
-        found["trained parameters"] = count(told.begun["parameters"])
-        found["batch"] = plural(told.begun["batch_size"], "row")
+def _figures(summary: RunSummary) -> dict[str, str]:
+    last, unit = summary.last, as_words(summary.begun.get("unit", "rows"))
+    rows: dict[str, str] = {}
+    if summary.begun:
+        rows["trained parameters"] = count(summary.begun["parameters"])
+        rows["batch"] = plural(summary.begun["batch_size"], "row")
     if last:
-        found["steps"] = f"{last['step']:,}" + (f", and {told.skipped:,} skipped" if told.skipped else "")
-        found["rows"] = f"{last['rows_seen']:,}"
-        found[unit if unit != "rows" else "samples"] = count(sum(step["samples"] for step in told.steps.values()))
-        found["time in steps"] = duration(sum(step["seconds"] for step in told.steps.values()))
-        found["training loss of the last step"] = f"{last['loss']:.4f}"
-    if told.validation:
-        loss = told.validation["loss"]
-        figures = ({"loss": loss} if loss is not None else {}) | told.validation["metrics"]
-        found |= {
-            f"validation {as_words(name)}": f"{value:.4f}" for name, value in list(figures.items())[:MOST_FIGURES]
-        }
-    return found
+        rows["steps"] = f"{last['step']:,}" + (f", and {summary.skipped:,} skipped" if summary.skipped else "")
+        rows["rows"] = f"{last['rows_seen']:,}"
+        rows[unit if unit != "rows" else "samples"] = count(sum(step["samples"] for step in summary.steps.values()))
+        rows["time in steps"] = duration(sum(step["seconds"] for step in summary.steps.values()))
+        rows["training loss of the last step"] = f"{last['loss']:.4f}"
+    if summary.validation:
+        loss = summary.validation["loss"]
+        figures = ({"loss": loss} if loss is not None else {}) | summary.validation["metrics"]
+        rows |= {f"validation {as_words(name)}": f"{value:.4f}" for name, value in list(figures.items())[:MOST_FIGURES]}
+    return rows
 
 
 def _table(rows: dict[str, str]) -> str:
@@ -160,15 +158,15 @@ def _proof(epoch: dict[str, Any]) -> str:
     return f"{sentence}; all workers held the same weights{others}."
 
 
-def _who(told: RunSummary) -> str:
-    if not told.kinds:
+def _who(summary: RunSummary) -> str:
+    if not summary.kinds:
         return (
-            f"{plural(told.most_workers, 'worker')} of one machine, on"
-            f" {as_words(told.begun.get('device', 'an unknown device'))}."
+            f"{plural(summary.most_workers, 'worker')} of one machine, on"
+            f" {as_words(summary.begun.get('device', 'an unknown device'))}."
         )
-    kinds = "".join(f"\n- {number} × {as_words(kind)}" for kind, number in told.kinds.most_common(20))
-    lost = f" {plural(told.lost, 'time')} one was lost, and others did its work." if told.lost else ""
-    return f"At most {plural(told.most_workers, 'worker')} at once.{lost} Those who came:\n{kinds}"
+    kinds = "".join(f"\n- {number} × {as_words(kind)}" for kind, number in summary.kinds.most_common(20))
+    lost = f" {plural(summary.lost, 'time')} one was lost, and others did its work." if summary.lost else ""
+    return f"At most {plural(summary.most_workers, 'worker')} at once.{lost} Those who came:\n{kinds}"
 
 
 def as_words(said: object) -> str:

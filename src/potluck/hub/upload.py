@@ -54,19 +54,19 @@ def upload(folder: Path, repo: str, *, public: bool, force: bool) -> str:
 
 
 def _files_of_ours(api: Any, repo: str, *, force: bool) -> set[str]:
-    """What an earlier push has left there; nothing, if the repository is somebody else's work."""
-    found = set(api.list_repo_files(repo)) - {".gitattributes"}
-    if found and MARK not in found and not force:
-        shown = ", ".join(sorted(found)[:3]) + (", ..." if len(found) > 3 else "")
+    """List the files that an earlier push has left there; refuse a repository that is somebody else's work."""
+    files = set(api.list_repo_files(repo)) - {".gitattributes"}
+    if files and MARK not in files and not force:
+        shown = ", ".join(sorted(files)[:3]) + (", ..." if len(files) > 3 else "")
         raise ConfigError(
             f"{repo} holds something else than a push of potluck ({shown}). Name another repository; or, to write into"
             " this one, add --force."
         )
-    return {name for name in found if name.endswith((".safetensors", ".json"))} if MARK in found else set()
+    return {name for name in files if name.endswith((".safetensors", ".json"))} if MARK in files else set()
 
 
 def _changes(library: Any, folder: Path, before: set[str]) -> list[Any]:
-    """As one commit, so that nobody loads half of it."""
+    """List the changes as one commit, so that nobody loads half of it."""
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     gone = [library.CommitOperationDelete(path_in_repo=name) for name in sorted(before - files.keys())]
     added = [library.CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]

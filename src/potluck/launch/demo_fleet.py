@@ -266,8 +266,8 @@ class _FleetDemo:
         self.teller.tell(
             f"Next: kill -9 {joiner.name}. A DDP run would end here: each step needs all of its ranks.", "bold"
         )
-        self._strike(joiner)
-        self.watch.wait("the others continued", lambda: self.watch.story.blows[-1].next_step is not None)
+        self._kill(joiner)
+        self.watch.wait("the others continued", lambda: self.watch.story.kills[-1].next_step is not None)
 
     def _bring_another(self, epochs: int) -> None:
         story = self.watch.story
@@ -291,16 +291,16 @@ class _FleetDemo:
             "Next: kill -9 the host. A DDP run would end here too: its ranks meet at one of them, which is gone.",
             "bold",
         )
-        self._strike(host, is_host=True)
+        self._kill(host, is_host=True)
         again = self._host(resume=True)
         self.teller.tell("The host is started again, with --resume.")
-        self.watch.wait("it had resumed", lambda: story.blows[-1].next_step is not None)
+        self.watch.wait("it had resumed", lambda: story.kills[-1].next_step is not None)
         return again
 
-    def _strike(self, child: Child, *, is_host: bool = False) -> None:
+    def _kill(self, child: Child, *, is_host: bool = False) -> None:
         at = child.kill()
         self.watch.hear()
-        self.teller.print(self.watch.story.strike(child.name, at, is_host=is_host))
+        self.teller.print(self.watch.story.on_kill(child.name, at, is_host=is_host))
 
     def leave_undisturbed(self) -> Progression:
         """The same run, by one worker of its own host: under Sync the bits do not depend on how many there are."""

@@ -192,6 +192,6 @@ class _CodedSum:
 
 
 def _end(work: dist.Work | None) -> None:
-    """Of NCCL: the stream waits, and we do not."""
+    """Wait for a collective; with NCCL the stream waits, and we do not."""
     if work is not None:
         work.wait()

@@ -34,7 +34,7 @@ MEETING_S = 10.0
 
 
 class Rows(Protocol):
-    """What every rank tells, on its way."""
+    """Rows of numbers from every rank, while they are gathered."""
 
     def is_here(self) -> bool: ...
 
@@ -55,14 +55,15 @@ class Link(Protocol):
         """Begins to replace `tensor` by its sum over all ranks. Every rank starts the same sums in the same order."""
 
     def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
-        """The same of a flat tensor, of which only coded numbers travel. All ranks get the same bits."""
+        """Begin to replace a flat tensor by its sum over all ranks, of which only coded numbers travel. All ranks get
+        the same bits."""
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row of numbers, in order of rank."""
         return self.start_gather(row).wait()
 
     def start_gather(self, row: Sequence[float]) -> Rows:
-        """The same, while other things travel."""
+        """Begin to gather every rank's row of numbers, while other things travel."""
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in order of rank."""
@@ -239,12 +240,12 @@ class GroupLink(Link):
         if self.world == 1:
             return Here([list(row)])
         self.note_call()
-        told = torch.tensor(row, dtype=torch.float64)
-        found = [torch.empty_like(told) for _ in range(self.world)]
+        own_row = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(own_row) for _ in range(self.world)]
         with _peers_may_vanish():
-            work = dist.all_gather(found, told, group=self.group, async_op=True)
+            work = dist.all_gather(rows, own_row, group=self.group, async_op=True)
         assert work is not None
-        return _Gathered(work, found)
+        return _Gathered(work, rows)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         sizes = [int(found) for found in self._gather(torch.tensor(len(data)))]
@@ -412,16 +413,16 @@ def placed() -> tuple[int, int] | None:
 
 
 def _agree_on_backend(store: Store, rank: int, world: int, own: str) -> str:
-    """What all ranks can use: machines of one run may have fewer GPUs than ranks, or none, and one group has one
-    backend. Ranks that each went by their own machine would wait for each other in vain."""
+    """Choose a backend that all ranks can use: machines of one run may have fewer GPUs than ranks, or none, and one
+    group has one backend. Ranks that each went by their own machine would wait for each other in vain."""
     store.set(f"backend/{rank}", own)
     told = {store.get(f"backend/{each}").decode() for each in range(world)}
     return own if len(told) == 1 else "gloo"
 
 
 def _backend(device: torch.device) -> str:
-    """What this machine would choose: NCCL where each rank has a GPU of its own. It refuses two ranks on one; Gloo does
-    not."""
+    """Return the backend that this machine would choose: NCCL where each rank has a GPU of its own. It refuses two
+    ranks on one; Gloo does not."""
     if device.type != "cuda":
         return "gloo"
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1)))

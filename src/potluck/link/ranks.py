@@ -65,7 +65,7 @@ def meet(ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Of a worker's first rank, for the others."""
+    """Asks, from a worker's first rank, for its other ranks to be started."""
 
     place: Path
     """A file with their number; the answer lies beside it."""

@@ -142,14 +142,14 @@ class StoreGroup:
                 self.given -= set(gone)
 
     def _read_bytes(self, number: int, rank: int) -> bytes:
-        found = bytearray()
+        data = bytearray()
 
         def room(said: bytes, size: int) -> memoryview:
-            found[:] = bytes(size)
-            return memoryview(found)
+            data[:] = bytes(size)
+            return memoryview(data)
 
         self._wait_for(number, rank, room)
-        return bytes(found)
+        return bytes(data)
 
     def _wait_for(self, number: int, rank: int, room: Callable[[bytes, int], memoryview]) -> None:
         self._awaited[number] = rank
@@ -175,7 +175,7 @@ class StoreGroup:
 
 
 class StoreGroups:
-    """What the groups of one worker have in common: its mark, and those of the others.
+    """Keeps the marks of one worker's groups, and reads those of the others.
 
     Each worker's mark says, for every group, before which operation it needs nothing, and how far it has come.
     """
@@ -265,7 +265,7 @@ class StoreGroups:
         return any(min(group.given, default=floors[name]) < floors[name] for name, group in groups.items())
 
     def _floors(self) -> Position:
-        """Before which operations we need nothing."""
+        """Return each group's oldest operation that we may still read; older objects can be deleted."""
         if self._keeps:
             return {name: self._durable.get(name, 0) for name in self._groups}
         return {name: group.floor for name, group in self._groups.items()}

@@ -39,12 +39,12 @@ class StoreLink(Link):
 
     def part(self, groups: Sequence[Sequence[int]]) -> "StoreLink":
         assert self._group.name == EVERYBODY, "groups are of the whole world's ranks"
-        mine = next((index for index, ranks in enumerate(groups) if self.rank in ranks), None)
-        assert mine is not None, f"no group holds rank {self.rank}"
+        own = next((index for index, ranks in enumerate(groups) if self.rank in ranks), None)
+        assert own is not None, f"no group holds rank {self.rank}"
         link = object.__new__(StoreLink)
-        link.rank, link.world = list(groups[mine]).index(self.rank), len(groups[mine])
+        link.rank, link.world = list(groups[own]).index(self.rank), len(groups[own])
         link._groups = self._groups
-        link._group = StoreGroup(self._groups, f"part-{self._parts}-{mine}", groups[mine])
+        link._group = StoreGroup(self._groups, f"part-{self._parts}-{own}", groups[own])
         self._parts += 1
         return link
 
@@ -64,11 +64,11 @@ class StoreLink(Link):
     def start_sum(self, tensor: Tensor) -> Pending:
         number, about = self._group.next(), about_of(tensor)
         on_host = start_to_host(tensor)
-        given = self._group.give(number, lambda: buffer(on_host()), about)
+        sending = self._group.give(number, lambda: buffer(on_host()), about)
 
         def work() -> Tensor:
             total = self._group.add_up(number, on_host, about)
-            given.result()  # else we would change what is being sent
+            sending.result()  # else we would change what is being sent
             return tensor.detach().copy_(total) if tensor.device.type == "cpu" else total
 
         summed = self._groups.sums.start(work)
@@ -85,12 +85,12 @@ class StoreLink(Link):
         number, gathered = self._start_gather(to_bytes(encode(coding, tensor).cpu()))
 
         def finish() -> None:
-            found = self._group.wait(number, gathered)
+            encoded = self._group.wait(number, gathered)
             total, term = torch.zeros(tensor.numel()), torch.empty(tensor.numel())
-            for rank, data in enumerate(found):
+            for rank, data in enumerate(encoded):
                 if len(data) != coding.coded_bytes(tensor.numel()):
                     raise TheirProtocolError(
-                        f"Worker {rank} gave {len(data):,} bytes of coded numbers, and {len(found[self.rank]):,} are"
+                        f"Worker {rank} gave {len(data):,} bytes of coded numbers, and {len(encoded[self.rank]):,} are"
                         " expected. All must train the same model."
                     )
                 total += decode(coding, from_bytes(data), term)
@@ -167,7 +167,8 @@ class _Gather(_Operation):
 
 
 class Log:
-    """What this worker heard from the others before the first step. If it starts again, it hears the same from here."""
+    """Records what this worker heard from the others before the first step. If it starts again, it hears the same from
+    here."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
@@ -188,7 +189,8 @@ class Log:
         return self.told[self._at - 1]
 
     def change(self, start: Callable[[], Pending]) -> Pending:
-        """What changes tensors: those that were kept are as they were after it."""
+        """Start an operation that changes tensors; on a replay it is left out, since kept tensors are as they were
+        after it."""
         if self.is_open and self._at is not None:
             return Done()
         return start()

@@ -40,7 +40,7 @@ COLLECTIVES = (f"{OURS}link{os.sep}", f"{os.sep}torch{os.sep}distributed{os.sep}
 
 
 class Whereabouts(NamedTuple):
-    """What a rank tells of itself."""
+    """A rank's report of where its script is."""
 
     made: int
     """Collective calls that it has begun."""
@@ -210,7 +210,7 @@ class GroupWatch:
         return self.tell(_place(sys._getframe()), waits=True)
 
     def _others(self) -> dict[int, Whereabouts]:
-        """What other ranks have told last. It may be old, but an order of calls does not change any more."""
+        """Read what other ranks have told last. It may be old, but an order of calls does not change any more."""
         keys = {rank: self._key(rank) for rank in range(self._world) if rank != self._rank}
         return {
             rank: Whereabouts(*json.loads(self._store.get(key)))
@@ -219,7 +219,7 @@ class GroupWatch:
         }
 
     def hint(self) -> str:
-        """What may be behind the loss of a peer, if this rank is in a call that needs all of them."""
+        """Suggest what may be behind the loss of a peer, if this rank is in a call that needs all of them."""
         name, step = self.calls.name, self.calls.after_step
         if name == STEP or not name.startswith("fleet."):
             return ""
@@ -227,16 +227,16 @@ class GroupWatch:
 
     def explain(self, wait_s: float = 0.0) -> str | None:
         """Return a sentence if what went wrong between ranks was such a mistake; others may still have to tell."""
-        found: list[str] = []
+        sentences: list[str] = []
 
         def is_found() -> bool:
             if (sentence := find_mistake(self._others() | {self._rank: self._tell_here()})) is not None:
-                found.append(sentence)
-            return bool(found)
+                sentences.append(sentence)
+            return bool(sentences)
 
         with suppress(RuntimeError):  # of a store that is gone
             wait_until(is_found, wait_s)
-        return found[0] if found else None
+        return sentences[0] if sentences else None
 
     def close(self, *, is_well: bool = True) -> None:
         """This rank makes no further call. The others can see that, if it is not because something failed."""

@@ -1,1 +1,1 @@
-"""What a person sees of a run. Reads events, and needs nothing else."""
+"""Shows a run to a person: reads events, and needs nothing else."""

@@ -24,7 +24,7 @@ class StoryLine:
 
 
 @dataclass(slots=True)
-class Blow:
+class Kill:
     """A process that was killed, and what has been seen of it since."""
 
     name: str
@@ -55,7 +55,7 @@ class Progression:
     rows: dict[str, int] = field(default_factory=dict)
     """Who computed how many rows of the last step."""
     proofs: dict[int, Record] = field(default_factory=dict)
-    """Of each epoch, the record of its end."""
+    """Record of each epoch's end."""
     ended: Record | None = None
     repeated: int = 0
     """Steps that were done again, whoever lost them."""
@@ -85,7 +85,7 @@ class FleetStory:
 
     def __init__(self, shown: Callable[[str], str] = str) -> None:
         self.run = Progression()
-        self.blows: list[Blow] = []
+        self.kills: list[Kill] = []
         self.present: list[str] = []
         self.joined_late: dict[str, int] = {}
         """Workers that came when the run was under way, and after which step."""
@@ -93,15 +93,15 @@ class FleetStory:
         self._done_at: list[tuple[float, int]] = []
 
     def hear(self, record: Record) -> list[StoryLine]:
-        """What it means, as sentences; of most records, none."""
-        told = self._told(record)
+        """Tell a record as sentences; most have none."""
+        lines = self._told(record)
         self.run.hear(record)
-        return [StoryLine(record["time"], text, style) for text, style in told]
+        return [StoryLine(record["time"], text, style) for text, style in lines]
 
-    def strike(self, name: str, at: float, *, is_host: bool = False) -> StoryLine:
+    def on_kill(self, name: str, at: float, *, is_host: bool = False) -> StoryLine:
         """It was killed. Call it once the events up to then have been heard."""
         step = max((step for when, step in self._done_at if when <= at), default=0)
-        self.blows.append(Blow(name, at, step, is_host))
+        self.kills.append(Kill(name, at, step, is_host))
         return StoryLine(at, f"{_capital(name)} is killed (-9), after step {step}.", "bold red")
 
     def _told(self, record: Record) -> list[tuple[str, str]]:
@@ -128,7 +128,7 @@ class FleetStory:
         name, now = self.shown(record["name"]), plural(record["workers"], "worker")
         is_back = name in self.present or name in self.joined_late
         self.present = [*(each for each in self.present if each != name), name]
-        if self._blow(is_host=True) is not None and is_back:
+        if self._last_kill(is_host=True) is not None and is_back:
             return [(f"{name} is back by itself; {now} now.", "")]
         if not self.run.step:
             return [(f"{name} joins ({record['kind']}); {now} now.", "")]
@@ -140,41 +140,41 @@ class FleetStory:
         self.present = [each for each in self.present if each != name]
         if record["polite"]:
             return []
-        for blow in self.blows:
-            if blow.name == name and not blow.is_host:
-                blow.is_noticed = True
+        for kill in self.kills:
+            if kill.name == name and not kill.is_host:
+                kill.is_noticed = True
         return [(f"{name} is gone: {record['reason']}. {now} now.", "")]
 
     def _started(self, record: Record) -> list[tuple[str, str]]:
-        blow = self._blow(is_host=True)
-        if blow is not None:
-            blow.is_noticed = True
+        kill = self._last_kill(is_host=True)
+        if kill is not None:
+            kill.is_noticed = True
             return [(f"The host has read its journal, and resumes after step {record['from_step']}.", "")]
         parameters, batch = count(record["parameters"]), plural(record["batch_size"], "row")
         return [(f"Training {parameters} parameters: {plural(record['steps_total'], 'step')} of {batch}.", "")]
 
     def _stepped(self, record: Record) -> list[tuple[str, str]]:
-        """Of most steps nothing is said; of the first one after somebody was lost, that it was done and by whom."""
-        step, told = record["step"], []
+        """Tell of the first step after a kill: that it was done, and by whom. Other steps have no sentence."""
+        step, lines = record["step"], []
         self._done_at.append((record["time"], step))
-        for blow in self.blows:
-            if blow.is_noticed and blow.next_step is None:
-                blow.next_step, blow.seconds = step, record["time"] - blow.at
-                told.append((self._continued(blow, record), "green"))
-        return told
+        for kill in self.kills:
+            if kill.is_noticed and kill.next_step is None:
+                kill.next_step, kill.seconds = step, record["time"] - kill.at
+                lines.append((self._continued(kill, record), "green"))
+        return lines
 
-    def _continued(self, blow: Blow, record: Record) -> str:
+    def _continued(self, kill: Kill, record: Record) -> str:
         who = together([self.shown(worker["name"]) for worker in record["workers"]])
-        done = f"Step {blow.next_step} is done {blow.seconds:.1f} s after the kill, by {who}"
-        if blow.repeated:
-            return f"{done}: {plural(blow.repeated, 'step')} had to be done again."
-        if blow.is_host and blow.next_step is not None and blow.next_step > blow.step + 1:
-            return f"{done}; those since step {blow.step} were in the journal. No step was done twice."
+        done = f"Step {kill.next_step} is done {kill.seconds:.1f} s after the kill, by {who}"
+        if kill.repeated:
+            return f"{done}: {plural(kill.repeated, 'step')} had to be done again."
+        if kill.is_host and kill.next_step is not None and kill.next_step > kill.step + 1:
+            return f"{done}; those since step {kill.step} were in the journal. No step was done twice."
         return f"{done}. No step was lost, and none was done twice."
 
-    def _blow(self, *, is_host: bool) -> Blow | None:
+    def _last_kill(self, *, is_host: bool) -> Kill | None:
         """The last of its kind."""
-        return next((blow for blow in reversed(self.blows) if blow.is_host == is_host), None)
+        return next((kill for kill in reversed(self.kills) if kill.is_host == is_host), None)
 
 
 def _capital(name: str) -> str:
@@ -189,38 +189,38 @@ def together(names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Of a run that was disturbed with the same one undisturbed."""
+    """Compares a run that was disturbed with the same run undisturbed."""
 
     story: FleetStory
     undisturbed: Progression
     hashes: tuple[str, str]
-    """Of the weights: disturbed, undisturbed."""
+    """Hashes of the weights: disturbed, undisturbed."""
 
     def faults(self) -> list[str]:
         """Why the promise was not kept, or not shown; empty if it was."""
         run, other = self.story.run, self.undisturbed
-        found = []
+        faults = []
         if self.hashes[0] != self.hashes[1]:
-            found.append("The weights of the disturbed run are not those of the undisturbed one.")
+            faults.append("The weights of the disturbed run are not those of the undisturbed one.")
         for name, each in (("disturbed", run), ("undisturbed", other)):
             if not each.is_finished:
-                found.append(f"The {name} run did not finish.")
-            found += [
+                faults.append(f"The {name} run did not finish.")
+            faults += [
                 f"Of epoch {epoch + 1} of the {name} run there is no proof that each sample was used exactly once."
                 for epoch in sorted({*run.proofs, *other.proofs})
                 if not _is_proof(each.proofs.get(epoch))
             ]
-        found += [
-            f"{_capital(blow.name)} was killed, and the events do not show how the run continued."
-            for blow in self.story.blows
-            if not blow.is_noticed or blow.next_step is None
+        faults += [
+            f"{_capital(kill.name)} was killed, and the events do not show how the run continued."
+            for kill in self.story.kills
+            if not kill.is_noticed or kill.next_step is None
         ]
-        return found
+        return faults
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """What is said of both: a name, of the disturbed one, of the undisturbed one."""
+        """List the rows of the comparison: a name, the disturbed run's value, the undisturbed one's."""
         run, other = self.story.run, self.undisturbed
-        done = [(blow.step, f"{blow.name} killed (-9)") for blow in self.story.blows]
+        done = [(kill.step, f"{kill.name} killed (-9)") for kill in self.story.kills]
         done += [(step, f"{name} joined") for name, step in self.story.joined_late.items()]
         said = "\n".join(f"step {step}: {what}" for step, what in sorted(done))
         rows = [("what was done to it", said or "nothing", "nothing")]

@@ -39,7 +39,7 @@ class Timeline:
     lanes: list[list[TimeSpan]] = field(default_factory=list)
     """Each worker's spans."""
     losses: list[TimeMean] = field(default_factory=list)
-    """Of every step or window."""
+    """Loss of every step or window."""
     seconds: float = 0.0
     rows: int = 0
     rows_of: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Timeline:
 
 
 def read_timeline(events: Path) -> Timeline:
-    """Of a run that was not resumed."""
+    """Read the timeline of a run that was not resumed."""
     timeline, began_at = Timeline(), 0.0
     for record in read_events(events):
         match record["event"]:
@@ -85,7 +85,7 @@ def read_timeline(events: Path) -> Timeline:
 
 
 def gain_sentence(plain: Timeline, other: Timeline, names: tuple[str, str] = ("Sync", "Cadence")) -> str:
-    """What the second of two runs over the same rows gained over the first, as measured: to a loss, and in all."""
+    """Say what the second of two runs over the same rows gained over the first, as measured: to a loss, and in all."""
     what = f"the same {plain.rows:,} rows" if plain.rows == other.rows else plural(other.rows, "row")
     took = f"{plain.seconds:.1f} s" if plain.rows == other.rows else f"{plain.seconds:.1f} s for {plain.rows:,}"
     times = (plain.seconds / max(plain.rows, 1)) / max(other.seconds / max(other.rows, 1), 1e-9)
@@ -213,12 +213,12 @@ def running_mean(values: list[float], keep: float = 0.9) -> list[float]:
     Where a value is not finite the mean stays what it was; before the first that is, there is none.
     """
     means: list[float] = []
-    mean, found = math.nan, 0
+    mean, counted = math.nan, 0
     for value in values:
         if math.isfinite(value):
-            kept = min(keep, found / (found + 1))
-            mean = kept * mean + (1 - kept) * value if found else value
-            found += 1
+            kept = min(keep, counted / (counted + 1))
+            mean = kept * mean + (1 - kept) * value if counted else value
+            counted += 1
         means.append(mean)
     return means
 

@@ -190,7 +190,7 @@ class Progress:
             )
 
     def _picture(self, *, of_run: bool = False) -> Group:
-        """As of the last step or window; in the end, of the whole run."""
+        """Draw the state as of the last step or window; at the end, of the whole run."""
         assert self._run is not None
         done = self._last.step if self._last is not None else self._run.from_step
         bar = Table.grid()  # a bar by itself would not end its line

@@ -144,7 +144,7 @@ class Bucket:
 
 
 class _Body:
-    """What comes from the network, copied once: to where it belongs."""
+    """Copies what comes from the network once: to where it belongs."""
 
     def __init__(self, result: "obstore.GetResult") -> None:
         self.size = result.meta["size"]

@@ -30,7 +30,7 @@ SPARES, SPARES_BYTES = 32, 1 << 28
 SPARE_BYTES = 1 << 20
 """Smaller ones are not worth it."""
 _MODE = 0o664
-"""Of a file, less the umask: never for everybody to write."""
+"""Mode of a file, less the umask: never for everybody to write."""
 _AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | FOR_US_ALONE
 """A link is refused, and a named pipe does not make us wait for its other end."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

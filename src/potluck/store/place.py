@@ -71,7 +71,8 @@ class Head:
 
 
 def _digest(head: bytes) -> xxhash.xxh3_128:
-    """Of all of an object but the checksum itself. XXH3 is not against malice: those who may write could also sign."""
+    """Begin the checksum of an object: it covers all but the checksum itself. XXH3 does not protect against malice:
+    those who may write could also sign."""
     state = xxhash.xxh3_128(head[:_CHECKSUM_AT])
     state.update(head[_FIXED.size :])
     return state
@@ -144,10 +145,10 @@ class Place(Protocol):
         """Everything below, unfinished writes included."""
 
     def rooms(self, under: str) -> list[str]:
-        """What is directly below, and has something below it."""
+        """List the folders directly below that are not empty."""
 
     def delete(self, names: Sequence[str]) -> None:
-        """What is gone already is fine."""
+        """Delete these; one that is gone already is fine."""
 
     def recycle(self, names: Sequence[str]) -> None:
         """Deletes them, but may keep a few to write the next ones over."""

@@ -86,7 +86,7 @@ class StoreSession:
         self._clears.close()
 
     def close(self) -> None:
-        """What was begun is finished, unless the store cannot be reached; what is awaited is not."""
+        """Finish what was begun, unless the store cannot be reached; what is awaited is given up."""
         self.store.close()
         for background in (self._puts, self._gets, self._clears):
             background.close()
@@ -164,13 +164,13 @@ class Claim:
             ) from None
 
     def check(self) -> None:
-        found = self._store.get_bytes(self._key)
-        if found is not None and found != self._id:
+        claimed_by = self._store.get_bytes(self._key)
+        if claimed_by is not None and claimed_by != self._id:
             raise StoreError(
                 f"Another worker has become {self._who} of run {self._store.run}, so this one stops. If that was not"
                 " meant, see that each has a place of its own."
             )
-        if found is None:
+        if claimed_by is None:
             self._store.check_generation()
 
     def release(self) -> None:
@@ -196,16 +196,16 @@ class Tenant:
 
 def move_in(store: Store, tenant: Tenant, rank: int) -> str:
     """The id of this run; StoreError, and nothing is changed, if another is there."""
-    found = store.get_bytes(_RUN)
-    if found is None:
+    about_run = store.get_bytes(_RUN)
+    if about_run is None:
         told = {"name": tenant.name, "settings": tenant.settings, "data": tenant.data}
         begun = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         with suppress(Exists):  # another worker of ours, or a run that began at the same moment
             store.put_bytes(_RUN, json.dumps(told | {"id": secrets.token_hex(4), "begun": begun}).encode(), new=True)
-        found = store.get_bytes(_RUN)
-    if found is None:
+        about_run = store.get_bytes(_RUN)
+    if about_run is None:
         raise StoreError(f"{store.url} does not keep what is put there. Something else empties it.")
-    run = _read(store, found)
+    run = _read(store, about_run)
     _check_same(store, run, tenant)
     _check_folder(store, run, tenant, f"{ABOUT}/out-{rank}")
     return str(run["id"])

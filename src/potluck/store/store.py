@@ -92,21 +92,21 @@ class Store:
 
     def get_bytes(self, key: str) -> bytes | None:
         """A small object, as bytes."""
-        found = bytearray()
+        data = bytearray()
 
         def room(about: bytes, size: int) -> memoryview:
             if size > SMALL_BYTES:
                 raise Damaged(f"it has {size:,} bytes where a few were expected")
-            found[:] = bytes(size)
-            return memoryview(found)
+            data[:] = bytes(size)
+            return memoryview(data)
 
-        return bytes(found) if self.get(key, room) else None
+        return bytes(data) if self.get(key, room) else None
 
     def put_bytes(self, key: str, data: bytes, *, new: bool = False) -> None:
         self.put(key, [memoryview(data)], new=new)
 
     def keys(self, under: str) -> list[str]:
-        """Of our generation. What has no name of ours is left alone, and out."""
+        """List the keys of our generation. What has no name of ours is left alone, and out."""
         start = len(self._prefix) + 1
         return [name[start:] for name in self._names(under) if _is_key(name[start:])]
 

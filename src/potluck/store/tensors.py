@@ -32,7 +32,7 @@ def start_to_host(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def about_of(tensor: Tensor) -> bytes:
-    """What an object says about the tensor in it."""
+    """Encode a tensor's dtype and shape, as its object carries them."""
     header = Header.of(tensor)
     return struct.pack(f"<B{len(header.shape)}Q", header.code, *header.shape)
 
@@ -56,7 +56,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What follows: shape and type, checked before anything is allocated."""
+    """Shape and dtype of a tensor that follows, checked before anything is allocated."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

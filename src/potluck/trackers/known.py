@@ -1,4 +1,4 @@
-"""Which trackers there are, what each needs, and what each is asked to do. Imports none of them."""
+"""Lists the trackers, what each needs, and what each is asked to do. Imports none of them."""
 
 import importlib.util
 import json
@@ -29,18 +29,18 @@ Ended = Literal["finished", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run when it begins or resumes."""
+    """The facts that a tracker gets of a run when it begins or resumes."""
 
     tracker: str
     folder: Path
-    """Of the run; what a tracker must find again is kept there."""
+    """The run's folder; a tracker keeps there what it must find again."""
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     """The recipe, if there is one, and what the run's beginning tells; flat, with names such as optimizer.lr."""
     from_step: int = 0
 
     def kept_id(self) -> str | None:
-        """By which this run was known to the tracker before, if it was."""
+        """Return the id by which the tracker knew this run before, if it did."""
         try:
             return str(json.loads(self._place.read_text(encoding="utf-8"))["id"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -52,7 +52,7 @@ class TrackedRun:
         return own
 
     def id_to_use(self) -> str:
-        """The same after every restart."""
+        """Return this run's id, which stays after every restart."""
         return self.kept_id() or self.keep_id(self.new_id())
 
     @staticmethod
@@ -77,20 +77,20 @@ class Tracker(Protocol):
 
 def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
     """ConfigError for one that is not known, or whose library is not installed here: before anything is trained."""
-    found = check_names(names)
-    for name in found:
+    known = check_names(names)
+    for name in known:
         if not _is_installed(LIBRARIES[name]):
             raise ConfigError(f"The tracker {name} is not installed here: pip install 'potluck[{name}]'.")
-    return found
+    return known
 
 
 def check_names(names: Iterable[str]) -> tuple[str, ...]:
     """Each once. ConfigError for one that is not known; whether it is installed is the affair of who reports."""
-    found = tuple(dict.fromkeys(names))
-    for name in found:
+    unique = tuple(dict.fromkeys(names))
+    for name in unique:
         if fault := name_fault(name):
             raise ConfigError(f"{fault}.")
-    return found
+    return unique
 
 
 def name_fault(name: str) -> str:

@@ -7,7 +7,7 @@ from potluck.trackers.known import Ended, TrackedRun, from_environment
 
 STATES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 LONGEST_VALUE = 500
-"""Of a parameter, by MLflow's own limit; and MOST_PARAMETERS at once."""
+"""Longest value of a parameter, by MLflow's own limit; and MOST_PARAMETERS at once."""
 MOST_PARAMETERS = 100
 
 

@@ -24,7 +24,7 @@ from potluck.trackers.scalars import Scalars, flat
 
 TAKEN = "."
 BEGIN = {"run_started", "step_done", "step_skipped", "validated", "run_ended"}
-"""What a tracker is started with; a loop of one's own tells no beginning."""
+"""Events that start a tracker; a loop of one's own tells no beginning."""
 FINISH_S = 60.0
 """How long a tracker may take for a record, or to finish, once nobody tells it anything more; then this ends."""
 MOST_AHEAD = 1024
@@ -87,19 +87,19 @@ def _recipe_of(folder: Path) -> dict[str, Any]:
 
 def _lines() -> Iterator[str]:
     """From a thread, so that a tracker which hangs does not keep us from hearing that the run is gone."""
-    found: queue.Queue[str | None] = queue.Queue(MOST_AHEAD)
+    lines: queue.Queue[str | None] = queue.Queue(MOST_AHEAD)
     moved_at = time.monotonic()
 
     def read() -> None:
         for line in sys.stdin:
-            found.put(line)
-        found.put(None)
+            lines.put(line)
+        lines.put(None)
         while (left_s := moved_at + FINISH_S - time.monotonic()) > 0:
             time.sleep(left_s)
         os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
-    while (line := found.get()) is not None:
+    while (line := lines.get()) is not None:
         moved_at = time.monotonic()
         yield line
     moved_at = time.monotonic()

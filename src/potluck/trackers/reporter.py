@@ -156,7 +156,7 @@ class Reporter:
 
 
 def _as_plain(value: Any) -> Any:
-    """What a figure of one's own may be: a number of numpy's or torch's."""
+    """Convert a figure of one's own, such as a number of numpy's or torch's."""
     return float(value) if hasattr(value, "__float__") else str(value)
 
 

@@ -27,12 +27,12 @@ class Scalars:
         if event in NO_CURVES:
             return self._step, {}
         group = GROUPS.get(event, event)
-        found = {f"{group}/{name}": float(value) for name, value in record.items() if _is_number(name, value)}
+        curves = {f"{group}/{name}": float(value) for name, value in record.items() if _is_number(name, value)}
         if event == "validated":
-            found |= {f"{group}/{_plain(name)}": float(value) for name, value in record.get("metrics", {}).items()}
+            curves |= {f"{group}/{_plain(name)}": float(value) for name, value in record.get("metrics", {}).items()}
         if event == "step_done":
-            found |= self._of_workers(record["workers"])
-        return self._step, found
+            curves |= self._of_workers(record["workers"])
+        return self._step, curves
 
     def _of_workers(self, workers: list[dict[str, Any]]) -> dict[str, float]:
         names = [_plain(worker["name"] or str(worker["rank"])) for worker in workers]

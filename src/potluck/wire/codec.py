@@ -24,7 +24,7 @@ _ARRAYS: dict[Kind, np.dtype[Any]] = {
 }
 _U32, _U64 = _FIXED[Kind.U32], _FIXED[Kind.U64]
 MAX_FRAME_BYTES = (1 << 32) - 1
-"""What a frame's length can say."""
+"""The most bytes that a frame's length can say."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Codec:
     sizes_first: bool
     """Whether component_sizes travel before the gradients that they measure."""
     messages: tuple[type[Message], ...]
-    """Those that it knows, in order of their numbers."""
+    """The messages that it knows, in order of their numbers."""
 
     def fields(self, message: type[Message]) -> tuple[tuple[str, Kind], ...]:
         found = layout(message)
@@ -49,7 +49,7 @@ class Codec:
 
 _COUNTED = (Kind.STRING, *_ARRAYS, Kind.BYTES)
 _BULK = (Kind.F32S, Kind.CODED)
-"""Of which a message may have more than is kept of it: they are read as they come."""
+"""Kinds of which a message may have more than is kept of it: they are read as they come."""
 BINCODE = Codec("bincode", _U32, 0, dict.fromkeys(_COUNTED, _U64), sizes_first=False, messages=MESSAGES)
 ENTRENAR = Codec(
     "entrenar",
@@ -66,7 +66,8 @@ _LOOK_ON = _NUMBERS[LookOn]
 
 
 def codec_of(payload: bytes | memoryview) -> str:
-    """Which encoding a peer speaks, from the first byte of its first payload: JoinRequest in either, Hello, LookOn."""
+    """Find the encoding that a peer speaks, from the first byte of its first payload: JoinRequest in either, Hello,
+    LookOn."""
     first = payload[0] if len(payload) else None
     if first in (0, _HELLO, _LOOK_ON):
         return BINCODE.name
@@ -127,7 +128,7 @@ class Bulk:
 
     @property
     def field(self) -> tuple[str, np.dtype[Any]]:
-        """What a message calls them, and how each travels."""
+        """Return the name of the bulk field in its message, and how each number travels."""
         name, kind = next((name, kind) for name, kind in layout(self.message) if kind in _BULK)
         return name, _ARRAYS[kind]
 
@@ -151,27 +152,27 @@ def is_bulk(message: type[Message]) -> bool:
 
 
 def peek(payload: memoryview, codec: str) -> type[Message]:
-    """Which message a payload is, from its beginning."""
+    """Find the message that a payload is, from its beginning."""
     return _read_tag(CODECS[codec], _Reader(payload))
 
 
 def open_bulk(begun: memoryview, length: int, codec: str) -> Bulk | None:
-    """What a payload's first bytes tell of it; none if they are too few. `length` is the whole payload's."""
+    """Read a payload's first bytes up to its bulk; None if they are too few. `length` is the whole payload's."""
     chosen = CODECS[codec]
     reader = _Reader(begun)
     message = _read_tag(chosen, reader)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     try:
         for name, kind in chosen.fields(message):
             if kind in _BULK:
                 count = reader.fixed(chosen.counts[kind], name)
-                bulk = Bulk(message, found, len(begun) - reader.left, count, codec)
+                bulk = Bulk(message, fields, len(begun) - reader.left, count, codec)
                 if bulk.nbytes > length - bulk.start:
                     raise OverflowError(
                         f"{message.__name__}.{name} needs {bulk.nbytes:,} bytes, and {length - bulk.start:,} are left."
                     )
                 return bulk
-            found[name] = _decode_field(chosen, kind, reader, name)
+            fields[name] = _decode_field(chosen, kind, reader, name)
     except TheirProtocolError:
         if len(begun) < length:
             return None

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 PROTOCOL = 4
-"""Of our own messages: a Hello says which one its sender speaks."""
+"""Version of our own messages: a Hello says which one its sender speaks."""
 TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
 LET_GO = 6
@@ -183,7 +183,7 @@ class Welcome(Message):
     worker_id: U32
     patience_ms: U64
     recipe: String
-    """What the host trains, as TOML; empty: bring your own script."""
+    """Recipe that the host trains, as TOML; empty: bring your own script."""
 
 
 class Refusal(Message):
@@ -243,11 +243,11 @@ class SliceReport(Message):
     batches: U32 = 0
     """Steps that the worker took by itself."""
     buffers: Bytes = b""
-    """Of the first slice: what it changed in buffers that have no mean."""
+    """In the first slice: what it changed in buffers that have no mean."""
     overflowed: U8 = 0
     """Whether a gradient had no room in fp16; zeros are sent in its place, and everybody skips the step."""
     stopped: U64 = 0
-    """Of a window, by a worker that leaves: the row before which it has stopped; 0: all rows are done."""
+    """In a window of a worker that leaves: the row before which it has stopped; 0: all rows are done."""
 
 
 class Committed(Message):
@@ -263,7 +263,7 @@ class Committed(Message):
     workers: String
     """Who computed what, and the epoch's proof if it ends here, as JSON."""
     buffers: Bytes = b""
-    """What the first slice changed in buffers that have no mean: everybody has it after this step."""
+    """Changes of the first slice to buffers that have no mean: everybody has them after this step."""
 
 
 class Applied(Message):
@@ -298,9 +298,9 @@ class EvaluateNext(Message):
     loss_sum: F64
     samples: F64
     names: String = ""
-    """Of all figures, the loss first, as JSON; empty: there is only the loss."""
+    """Names of all figures, the loss first, as JSON; empty: there is only the loss."""
     sums: F64s = field(default_factory=lambda: np.zeros(0, "<f8"))
-    """Of the other figures, in the order of their names."""
+    """Sums of the other figures, in the order of their names."""
 
 
 class EvaluateRange(Message):
@@ -426,7 +426,7 @@ class Gathered(Message):
     step: U64
     call: U32
     sizes: U32s
-    """Of each, in bytes; none: only your own."""
+    """Size of each, in bytes; none: only your own."""
     data: Bytes
     fault: String
     """Why there is none, as a sentence."""

@@ -21,7 +21,7 @@ SHOWN: dict[type[Message], dict[str, int]] = {
     Leave: {"reason": SENTENCE},
     Saved: {"folder": SENTENCE, "error": SENTENCE},
 }
-"""What of a message people see. The texts of others are read by programs."""
+"""Texts of messages that people see, and how long each may be. Other texts are read by programs."""
 
 
 def heard(message: Message) -> Message:
@@ -39,7 +39,7 @@ def clean(text: str, most: int = SENTENCE) -> str:
 
 
 def clean_all(value: Any) -> Any:
-    """The same of every text in a value from JSON or TOML."""
+    """Clean each text in a value from JSON or TOML."""
     match value:
         case str():
             return clean(value)
