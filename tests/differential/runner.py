@@ -309,7 +309,7 @@ class Log:
         ranks = made.stages * made.node_size
         return {
             "replica": self.fleet.link.rank // ranks if made.window is not None else 0,
-            "lane": self.fleet.layers.pipeline,
+            "lane": self.fleet.run.grid.pipeline,
             "windows": self.windows[:-1],
             "epochs": self.epochs,
             "ends": self.ends,

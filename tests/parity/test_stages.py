@@ -132,7 +132,7 @@ def train(stages: Any, options: dict[str, Any]) -> dict[str, Any]:
         model.to(options.get("device", "cpu"))
         model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=batch_size, loss=loss_of)
         fleet.events.listeners.append(lambda e: rows.append(list(e.rows)) if isinstance(e, Decided) else None)
-        if fleet.layers.pipeline in options.get("slow", ()):
+        if fleet.run.grid.pipeline in options.get("slow", ()):
             model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
         fleet.events.listeners.append(lambda e: losses.append(e.loss) if isinstance(e, StepDone) else None)
         while fleet.step_number < steps:

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from potluck.events import WorkerStep
-
 
 class StepReport(NamedTuple):
     """One worker's part of one step."""
@@ -84,18 +82,3 @@ def norm_of_stages(norms: Sequence[float], elsewhere: Sequence[float]) -> float:
     if not whole or not math.isfinite(whole + twice):
         return whole + twice
     return whole * math.sqrt(max(0.0, 1 - (twice / whole) ** 2))
-
-
-def worker_steps(reports: Sequence[StepReport], took_s: float) -> tuple[WorkerStep, ...]:
-    """What each worker did of a step that all began together and finished after `took_s`."""
-    return tuple(
-        WorkerStep(
-            rank=rank,
-            rows=int(p.rows),
-            samples=p.samples,
-            busy_s=p.busy_s,
-            wait_s=max(0.0, took_s - p.busy_s - p.send_s),
-            send_s=p.send_s,
-        )
-        for rank, p in enumerate(reports)
-    )

@@ -35,11 +35,12 @@ from potluck.data.plan import BatchConfig
 from potluck.data.source import AskedData, DataSource, held_out, source_of
 from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
-from potluck.engine.engine_parts import EngineParts, over_group
+from potluck.engine.engine_parts import EngineParts, make_replica, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.given import Given
 from potluck.engine.handle import Handle
+from potluck.engine.local_steps import train
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
 from potluck.engine.masters import keep_masters
@@ -90,7 +91,7 @@ class Engine(Handle):
         )
         wanted = settled(wanted)
         self.run = RunState(self.link, self.device, step, wanted, compose(wanted))
-        self.layers, self.rounds, self.lifecycle = parts(self.run)
+        self.rounds, self.lifecycle = parts(self.run)
         self._compiling: Compiling | None = None
         self._gathered_rows: int | None = None
         """How many rows this worker gave to all_gather() in the step under way."""
@@ -190,8 +191,7 @@ class Engine(Handle):
         run.caller.training = training_settings(optimizer, run.config.clip, wire) | run.caller.training
         self._schedule_by(given.scheduled)
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
-        data = {"source": source, "loss": loss}
-        replica = run.replica = self.layers.make_replica(model, optimizer, self.rounds, data)
+        replica = run.replica = make_replica(run, self.rounds.nodes, model, optimizer, source, loss)
         replica.on_own_step = self.step
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self._weights_for_looking = self.lifecycle.looking = LookingWeights(replica)
@@ -243,7 +243,7 @@ class Engine(Handle):
         if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):
             expect_any_rows(replica.model)
         if run.batch_norm is not None:
-            warn_of_single_rows(run.batch_norm, loader, self.layers.pipelines, run.notice)
+            warn_of_single_rows(run.batch_norm, loader, run.grid.pipelines, run.notice)
         loader.on_epoch_end = self.lifecycle.end_of_epoch
         loader.on_stand_in = lambda: run.stand_in.enter_context(replica.buffers_kept())
         loader.is_stopped = lambda: run.stopping
@@ -251,7 +251,8 @@ class Engine(Handle):
             loader.on_step = run.link.note_call
         self.lifecycle.begin()
         run.start_of_step()
-        self.layers.settle_in()
+        if run.keeper is not None:
+            run.keeper.begin(replica)  # type: ignore[arg-type]
         return loader
 
     def introduce(
@@ -259,7 +260,8 @@ class Engine(Handle):
     ) -> None:
         """What this worker brings, before it says anything to the others; where they meet in a store, that may be
         another run's. prepare() does so too. `about`: the run's name, and its folder if one was given (`out`)."""
-        self.layers.introduce(model, optimizer, dataset, about | {"batch_size": batch_size, "seed": seed})
+        if self.run.keeper is not None:
+            self.run.keeper.introduce(model, optimizer, dataset, about | {"batch_size": batch_size, "seed": seed})
 
     def epochs(self, count: int, folder: str | Path | None = None) -> Iterator[int]:
         """The epochs of a run that has `count` of them, from where it stands: `for epoch in fleet.epochs(3)`.
@@ -310,7 +312,7 @@ class Engine(Handle):
 
         Then step(). `loss_of(model, batch)` gives the mean loss over the batch's rows, or (mean, samples).
         """
-        found = self.layers.train(loss_of, batch)
+        found = train(self.run, loss_of, batch)
         if found is not None:
             self.rounds.backward(*found, last=None)
 
@@ -319,7 +321,11 @@ class Engine(Handle):
 
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
         """
-        self.layers.check_backward()
+        if not self.run.prepared().is_whole:
+            raise ConfigError(
+                "Stages go forward and backward by themselves: call fleet.train(loss_of, batch) instead of the loss"
+                " function and backward()."
+            )
         if self._gathered_rows is not None:
             self._check_gathered(self._gathered_rows, samples)
         self.rounds.backward(loss, samples, last)
@@ -497,7 +503,7 @@ class Engine(Handle):
     @property
     def parameters(self) -> int:
         """How many numbers are trained, over all workers that hold parts of them."""
-        return self.layers.parameters
+        return self.run.prepared().parameter_count
 
     @property
     def version(self) -> int:

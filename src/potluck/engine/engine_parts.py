@@ -1,18 +1,28 @@
-"""What an engine is made of, from what was composed: its layers, its rounds and its lifecycle.
+"""What an engine is made of, from what was composed: its rounds, its lifecycle and its replica.
 
 Rounds of a host are imported where they are made: they bring libraries that other runs need not wait for.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
 
 from potluck.coded_numbers import coding_of
-from potluck.engine.layers import Layers, WholeLayers
+from potluck.data.source import DataSource
 from potluck.engine.lifecycle import GroupLifecycle, Lifecycle
-from potluck.engine.replica import Replica
+from potluck.engine.losses import LossFunction
+from potluck.engine.replica import GradientForm, Replica
 from potluck.engine.rounds import Rounds
 from potluck.engine.run_state import RunState
 from potluck.engine.steps import Steps
 from potluck.engine.windows import Windows
+from potluck.link.grid import Nodes, make_nodes
+from potluck.sharding.blocks import find_blocks, fits_fully_shard
+from potluck.sharding.strategy import ShardingStrategy
+from potluck.sharding.whole_steps import check_can_cut, check_hooks
+from potluck.stages.channel import Channel
+from potluck.stages.direct import GroupChannel
 
 if TYPE_CHECKING:
     from potluck.engine.buckets import Allocate
@@ -24,24 +34,18 @@ if TYPE_CHECKING:
 
 
 class EngineParts(NamedTuple):
-    layers: Layers
     rounds: Rounds
     lifecycle: Lifecycle
 
 
-def over_group(run: RunState, layers: Layers | None = None) -> EngineParts:
-    """Workers that reach each other over a link."""
-    layers = layers or WholeLayers(run)
-    rounds = Steps(run, layers) if run.composition.window is None else Windows(run, layers)
-    return EngineParts(layers, rounds, GroupLifecycle(run, layers, rounds))
+def over_group(run: RunState, store_run: "StoreRun | None" = None) -> EngineParts:
+    """Workers that reach each other over a link. `store_run`: where they meet in a store, of which the link is."""
+    if store_run is not None:
+        from potluck.engine.store_keeper import StoreKeeper
 
-
-def in_stages(run: RunState, store_run: "StoreRun | None") -> EngineParts:
-    """`store_run`: where workers meet who have no connection to each other; the link is its."""
-    from potluck.engine.staged import StagedLayers
-
-    assert run.wanted.stages is not None
-    return over_group(run, StagedLayers(run, run.wanted.stages, store_run))
+        run.keeper = StoreKeeper(run, store_run)
+    rounds = Steps(run) if run.composition.window is None else Windows(run)
+    return EngineParts(rounds, GroupLifecycle(run, rounds))
 
 
 def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
@@ -58,8 +62,8 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
     from potluck.engine.split_gradients import SplitGradients
     from potluck.engine.window_steps import WindowSteps
 
-    layers, composed, coding = WholeLayers(run), run.composition, coding_of(run.composition.wire)
-    lifecycle = HostLifecycle(run, layers, client)
+    composed, coding = run.composition, coding_of(run.composition.wire)
+    lifecycle = HostLifecycle(run, client)
 
     driver, window = lifecycle.driver, composed.window
     has_both = window is not None and window.may_step_together
@@ -94,7 +98,93 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
                 has_moments=has_moments,
                 norms_on=norms_on,
             )
-        alone = WindowSteps(run, layers, driver, sender, mean)
+        alone = WindowSteps(run, driver, sender, mean)
         return EitherSteps(make_steps(replica, sender, room, mean), alone) if has_both else alone
 
-    return EngineParts(layers, HostRounds(run, lifecycle, make_work), lifecycle)
+    return EngineParts(HostRounds(run, lifecycle, make_work), lifecycle)
+
+
+def make_replica(
+    run: RunState,
+    nodes: Nodes | None,
+    model: nn.Module,
+    optimizer: Optimizer,
+    source: DataSource | None,
+    loss: LossFunction | None,
+) -> Replica:
+    """The replica of which this worker is or holds a part. `nodes`: where replicas step by themselves.
+
+    `source`, `loss`: by which a model that is cut into stages is measured.
+    """
+    composed, grid = run.composition, run.grid
+    split = composed.split_of(grid.place)
+    options: dict[str, Any] = {
+        "form": GradientForm(coding_of(composed.wire), composed.wire_is_measured),
+        "turns": run.turns,
+        "base": run.base,
+    }
+    if grid.is_cut:
+        assert source is not None and loss is not None
+        options |= _cut(run, model, optimizer, source, loss)
+        model = options["cut"].own
+    link = grid.replica_group
+    if nodes is not None:
+        link, options["within"] = (nodes.across, grid.shards) if grid.is_cut else (run.link, nodes.within)
+    elif split is not None and grid.is_cut and not composed.splits_all:
+        options["within"] = grid.shards
+    if split is not None:
+        # All decide alike: stages that have a weight in common must cut it in the same way.
+        told = run.link.gather_bytes(b"" if fits_fully_shard(model, find_blocks(model)) else b"does not")
+        options |= {
+            "strategy": split,
+            "own_units": any(told),
+            "codes_within": nodes is None and composed.replicas == 1 and not run.wanted.has_host,
+        }
+        if nodes is not None:
+            options["across"] = nodes.across
+        elif grid.is_cut and not composed.splits_all and composed.replicas > 1:
+            options["nodes"] = make_nodes(run.link, grid.size).across
+    return _class_of(run, split)(model, optimizer, link, run.device, run.config, **options)
+
+
+def _class_of(run: RunState, split: ShardingStrategy | None) -> type[Replica]:
+    if run.grid.is_cut:
+        from potluck.engine.staged import StagedReplica, StagedShardedReplica
+
+        return StagedReplica if split is None else StagedShardedReplica
+    if split is None:
+        return Replica
+    from potluck.engine.sharded import ShardedReplica
+
+    return ShardedReplica
+
+
+def _cut(
+    run: RunState, model: nn.Module, optimizer: Optimizer, source: DataSource, loss: LossFunction
+) -> dict[str, Any]:
+    """Cuts the model into stages, by agreement of all workers. What a StagedReplica is made of beside others."""
+    from potluck.stages.stage_modules import CutModel
+    from potluck.stages.stage_planner import StagePlanner
+
+    grid, stages, keeper = run.grid, run.wanted.stages, run.keeper
+    assert stages is not None
+    if grid.workers > 1:
+        check_can_cut(optimizer)
+        check_hooks(optimizer)
+    planner = StagePlanner(stages, grid, run.device, source.batch_size)
+    plan = planner.agree(model, loss, source.dataset, source.collate)
+    run.layout = planner.describe(plan)
+    run.kept.add("plan", lambda tensors: plan.to_json())
+
+    def open_channel() -> Channel:
+        if keeper is not None:
+            return keeper.store_run.open_channel(grid.pipeline, grid.place, run.device)
+        return GroupChannel(grid.stage_group.group, run.device, rank=grid.place, workers=grid.workers)
+
+    return {
+        "cut": CutModel.take(model, optimizer, plan, grid),
+        "grid": grid,
+        "schedule": stages.schedule,
+        "writers": run.link.world if run.composition.splits_all else grid.size,
+        "open_channel": open_channel,
+    }

@@ -17,6 +17,11 @@ class Handle:
         return self.run.layout
 
     @property
+    def pipelines(self) -> int:
+        """Among how many each batch is shared out: workers, or those of them that hold one cut model together."""
+        return self.run.grid.pipelines
+
+    @property
     def turn(self) -> int:
         """With several optimizers: the number of the one that steps next. Each batch comes once for each of them."""
         return self.run.turns.now

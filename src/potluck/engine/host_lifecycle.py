@@ -20,7 +20,6 @@ import torch
 from potluck.data.plan import BatchConfig, Position, plan_step
 from potluck.data.rows import arrived, read_batch
 from potluck.data.source import HeldOut
-from potluck.engine.layers import Layers
 from potluck.engine.look_sums import Figures, LookSums, add_up, means_of
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction, looking
@@ -56,7 +55,7 @@ class HostLifecycle:
     looking: LookingWeights
     """Once there is a replica."""
 
-    def __init__(self, run: RunState, layers: Layers, client: Client | NodeClient) -> None:
+    def __init__(self, run: RunState, client: Client | NodeClient) -> None:
         self.run = run
         self.client = client
         self.driver = MemberDriver(client, run.link, self)
@@ -64,7 +63,6 @@ class HostLifecycle:
         """Which of the workers this is, and how many there are, as of the last agreement."""
         self.was_moved = False
         """Whether the run was moved to another epoch than the loop was in."""
-        self._layers = layers
         self._view: JoinedView | None = None
         run.speaks = QUIET not in os.environ and run.link.rank == 0
         run.say = client.say
@@ -115,7 +113,7 @@ class HostLifecycle:
             if not run.caller.has_trainer and run.speaks and not self._is_over:
                 from potluck.engine.joined_view import JoinedView  # only a person who looks waits for rich
 
-                self._view = JoinedView(run, self._layers.parameters, self._places)
+                self._view = JoinedView(run, run.prepared().parameter_count, self._places)
 
     def begin(self) -> None:
         pass

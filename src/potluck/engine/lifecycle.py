@@ -16,7 +16,6 @@ from potluck.agree.terms import UNCOMPARED, Fingerprint, differing_data
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.source import HeldOut
-from potluck.engine.layers import Layers
 from potluck.engine.look_sums import Figures, add_up, means_of
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction, looking
@@ -43,9 +42,8 @@ class GroupLifecycle:
     is_replaying = False
     """Whether the step being applied was taken by others before this worker joined."""
 
-    def __init__(self, run: RunState, layers: Layers, rounds: Rounds) -> None:
+    def __init__(self, run: RunState, rounds: Rounds) -> None:
         self._run = run
-        self._layers = layers
         self._rounds = rounds
         self._folder: Path | None = None
         """The folder that load() was given."""
@@ -83,7 +81,7 @@ class GroupLifecycle:
         run = self._run
         assert run.loader is not None
         comes_next = run.loader.digest_of_next()
-        weights_now = self._layers.fingerprint(run.prepared())
+        weights_now = run.prepared().fingerprint()
         mine = json.dumps([weights_now, run.ledger.ranges, comes_next, run.loader.seen()]).encode()
         with self._within("the end of an epoch"):
             told = [json.loads(data) for data in run.link.gather_bytes(mine)]
@@ -181,16 +179,16 @@ class GroupLifecycle:
 
     def _evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         self._rounds.settle()
-        run, pipelines = self._run, self._layers.pipelines
+        run, pipelines = self._run, self._run.grid.pipelines
         replica, rows = run.prepared(), looked_at.rows
         shares = run.composition.shares or (1.0,) * pipelines
         if run.loader is not None and not self._rounds.has_fixed_shares:
             shares = run.loader.shares
         batch = BatchConfig(size=max(1, len(rows)), micro_size=max(1, looked_at.batch_size // pipelines))
-        share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step)
+        share = BatchShare(shares, run.grid.pipeline, in_step=replica.in_step)
         loader = Loader(rows, batch, share, device=run.device, collate=looked_at.collate)
         with looking(replica.model), run.looks_with(), torch.no_grad():
-            mine = self._layers.look(loss_of, loader)
+            mine = replica.evaluate(loss_of, loader)
         total = add_up(run.link.gather_bytes(mine.to_bytes()))
         return means_of(total.names, total.figures, total.samples)
 
@@ -205,7 +203,8 @@ class GroupLifecycle:
             standing, kept = take_position(run)
             run.saves.save(folder, run.prepared(), standing, keep_last, kept)
         self._saved_last = folder, standing["step"]
-        self._layers.on_saved()
+        if run.keeper is not None:
+            run.keeper.on_saved()
 
     def state_dict(self) -> dict[str, Any]:
         run, looking = self._run, self.looking
@@ -242,7 +241,10 @@ class GroupLifecycle:
         run = self._run
         if isinstance(error, WorkerLost) or (error is not None and loss_of_peer(error) is not None):
             run.saves.one_is_gone()
-        self._layers.close(has_failed=error is not None and not isinstance(error, Interrupted))
+        if run.keeper is not None:
+            run.keeper.close(has_failed=error is not None and not isinstance(error, Interrupted))
+        if run.replica is not None:
+            run.replica.close()
         try:
             run.saves.wait()
             if error is None:

@@ -1,18 +1,15 @@
 """One batch on this worker's own replica: its backwards; and, where replicas step by themselves, its step."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, decide_alone
-from potluck.engine.losses import STEP_TOO_EARLY, check_mean
+from potluck.engine.losses import STEP_TOO_EARLY, LossFunction, check_mean
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.link.link import Link
-
-if TYPE_CHECKING:
-    from potluck.engine.layers import Layers
 
 
 class BatchDone(NamedTuple):
@@ -51,12 +48,21 @@ def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> 
     if micro is None:
         tally.rows += int(samples)
     elif micro is not run.trained:  # several backwards of one batch still use its rows once
-        if micro.counts:
-            tally.rows += micro.end - micro.start
-            if run.turns.is_last:
-                run.ledger.record(micro.start, micro.end)
-        run.trained = micro
+        run.count_rows(micro)
     replica.seal()
+
+
+def train(run: RunState, loss_of: LossFunction, batch: Any) -> tuple[Tensor, float] | None:
+    """The forward of a batch: its mean loss and its samples; None where stages go backward by themselves, with the
+    last of a step."""
+    replica, at = run.prepared(), run.micro_pass()
+    if not replica.is_whole:
+        run.stand_in.close()  # each stage puts buffers aside itself, and all of a step's forwards are still to come
+    found = replica.forward(loss_of, batch, at)
+    if found is None and at.micro is not None:
+        run.count_rows(at.micro)
+        run.tally.is_last = at.micro.last
+    return found
 
 
 def is_batch_done(run: RunState) -> bool:
@@ -69,15 +75,13 @@ def is_batch_done(run: RunState) -> bool:
     return run.tally.is_last
 
 
-def end_batch(
-    run: RunState, layers: "Layers", within: Link, *, is_over: bool = False
-) -> tuple[BatchDone, float, StepDecision]:
+def end_batch(run: RunState, within: Link, *, is_over: bool = False) -> tuple[BatchDone, float, StepDecision]:
     """What the ranks of this replica did together in the batch that ends; over which samples this rank's gradient is;
     and whether it is applied."""
     replica, tally = run.prepared(), run.tally
     replica.unseal()
     if within.world == 1:
-        _, norm, loss_sum = layers.reduce(replica)
+        _, norm, loss_sum = replica.reduce(tally.loss_sum)
         if replica.has_unused:
             replica.drop_unused()
         done, own = BatchDone(tally.samples, loss_sum, tally.rows, is_over=is_over), tally.samples
@@ -85,11 +89,11 @@ def end_batch(
         replica.start_sums()
         mine = BatchDone(tally.samples, tally.loss_sum.item(), tally.rows, replica.has_unused, is_over)
         told = within.start_gather(mine)
-        _, norm, _ = layers.reduce(replica)
+        _, norm, _ = replica.reduce(tally.loss_sum)
         every = [BatchDone(*row) for row in told.wait()]
         if any(each.has_unused for each in every):
             replica.drop_unused()
-        own = layers.samples_in_node([each.samples for each in every])
+        own = run.grid.own(every).samples
         done = BatchDone(*(sum(column) for column in zip(*every, strict=True)))._replace(is_over=every[0].is_over)
     decision = decide_alone(done.samples, done.loss_sum, norm, run.samples_per_gradient, run.config.clip)
     run.scale.learn(done.samples, done.rows)

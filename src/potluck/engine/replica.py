@@ -4,6 +4,7 @@ Knows how a step is computed, and nothing of data, schedules or files.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,9 +18,13 @@ from torch.optim import Optimizer
 
 from potluck.agree.turns import Turns
 from potluck.coded_numbers import Coding
+from potluck.data.loader import Loader
+from potluck.data.plan import MicroBatch
 from potluck.engine.buckets import GradBuckets
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.frozen_base import FrozenBase, plain_tensors
+from potluck.engine.look_sums import LookSums
+from potluck.engine.losses import LossFunction, loss_and_samples
 from potluck.engine.model_checks import check_own_memory, check_same_model
 from potluck.engine.offloaded_optimizer import OffloadedOptimizer
 from potluck.engine.outer_state import OuterState
@@ -46,6 +51,7 @@ from potluck.sharding.united_optimizers import TurnOptimizer, each_of
 from potluck.tensor_bytes import buffer
 
 if TYPE_CHECKING:
+    from potluck.engine.run_state import StepTally
     from potluck.sharding.sharded import Sharded
 
 
@@ -63,6 +69,20 @@ class GradientForm:
         return self.coding is not None or self.is_measured
 
 
+@dataclass(frozen=True, slots=True)
+class MicroPass:
+    """A micro-batch on its way through a replica."""
+
+    micro: MicroBatch | None
+    """None: the batch is the caller's own."""
+    seed: int
+    """Of its random numbers, where stages compute it."""
+    per: float
+    """By how many samples a gradient is divided from its backward on."""
+    tally: "StepTally"
+    """To which stages add what they have computed."""
+
+
 Agreed = Mapping[int, Tensor]
 """By a parameter's id: what all workers agreed on, where that is not what it holds."""
 
@@ -70,6 +90,8 @@ Agreed = Mapping[int, Tensor]
 class Replica:
     """For each step: arm and backward for every micro-batch, then finish, and apply or drop."""
 
+    is_whole = True
+    """Whether this worker has all layers, if perhaps parts of their numbers."""
     in_step = False
     """Whether every rank has to run as many backwards as the others."""
     gathers = False
@@ -225,10 +247,27 @@ class Replica:
     def _switch_on(self) -> None:
         switch_on(self.model, self.device, self.config)
 
-    def loss(self, loss_of: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+    def loss(self, loss_of: LossFunction, batch: Any) -> Any:
         """What the loss function gives; all of it is computed in the precision that was asked for."""
         with self.in_loss(), explain_single_rows(), autocast(self.device, self.config):
             return loss_of(self.model, batch)
+
+    def forward(self, loss_of: LossFunction, batch: Any, at: MicroPass) -> tuple[Tensor, float] | None:
+        """The mean loss of a batch, and its samples; None where its backward is the replica's own to do."""
+        return loss_and_samples(self.loss(loss_of, batch), batch)
+
+    def evaluate(self, loss_of: LossFunction, loader: Loader) -> LookSums:
+        """Sums what this worker's rows come to. Nothing is trained."""
+        total = LookSums()
+        for batch in loader.once():
+            found, micro = self.loss(loss_of, batch), loader.current
+            total.add(found, batch, counts=micro is not None and micro.weighs)
+        return total
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers are trained, over all workers that hold parts of them."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def in_loss(self) -> AbstractContextManager[None]:
         """While a loss function runs."""
@@ -362,6 +401,19 @@ class Replica:
                 parameter.grad.zero_()  # where it lies in a bucket, the norm is of that
         return waited_s
 
+    def reduce(self, loss_sum: Tensor) -> tuple[float, float, float]:
+        """Ends the sums over all ranks: (seconds waited, the gradient's norm, this worker's loss sum)."""
+        wait_s = self.finish()
+        started = time.perf_counter()
+        norm, loss = torch.stack([self.norm().to(self.device), loss_sum]).tolist()
+        if self.device.type == "cuda" and self.link.world > 1:  # there, finish() only put the sums in line
+            wait_s += time.perf_counter() - started
+        return wait_s, norm, loss
+
+    def times(self, busy_s: float, optimizer_s: float) -> tuple[float, float]:
+        """Of a step: the seconds that this worker computed, and those that it sent to other stages."""
+        return busy_s, 0.0
+
     def drop_unused(self) -> None:
         """Parameters that no rank used get no gradient, as in one process. A collective where there are several."""
         if self._buckets is None:
@@ -484,6 +536,9 @@ class Replica:
             if not self.is_base(name):
                 digest.update(buffer(parameter.cpu()))
         return digest.hexdigest()
+
+    def close(self) -> None:
+        """This worker leaves the run."""
 
     def _gradients(self) -> list[Tensor]:
         # A flat bucket holds zeros for what nobody used, so the norm over buckets is the norm over gradients.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,14 @@ from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.frozen_base import FrozenBase
 from potluck.engine.kept import Kept
-from potluck.engine.replica import Replica
+from potluck.engine.replica import MicroPass, Replica
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.switches import StepConfig
 from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError, Diverged, Interrupted
 from potluck.events import EpochDone, EventLog, Noticed, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.ledger import Ledger
+from potluck.link.grid import Grid, make_grid, whole_grid
 from potluck.link.link import Link
 from potluck.save.checkpoint_folder import BEST
 from potluck.save.saves import Saves
@@ -43,7 +45,7 @@ BEYOND_PEAK = 1 / 3
 """A replica's rate may exceed the peak of its schedule by this power of what would make up for its noise."""
 
 if TYPE_CHECKING:
-    pass
+    from potluck.engine.store_keeper import StoreKeeper
 
 
 @dataclass(slots=True)
@@ -151,9 +153,13 @@ class RunState:
     stand_in: ExitStack = field(default_factory=ExitStack)
     """Puts back what the forward of a row that does not count has changed in buffers."""
 
+    grid: Grid = field(init=False)
+    """Which worker holds which stage, for whose rows."""
     saves: Saves = field(init=False)
     kept: Kept = field(default_factory=Kept)
     """What a checkpoint keeps of where the run stands, beside its position."""
+    keeper: "StoreKeeper | None" = None
+    """Where workers meet in a store: what is kept of this one there."""
     looks_with: Callable[[], AbstractContextManager[None]] = nullcontext
     """The weights with which held-out rows are looked at, if others than the run's."""
     is_restored: bool = False
@@ -161,6 +167,8 @@ class RunState:
     loaded_from: Path | None = None
 
     def __post_init__(self) -> None:
+        make = whole_grid if self.wanted.stages is None else partial(make_grid, workers=self.composition.stages)
+        self.grid = make(self.link, each=self.composition.node_size)
         self.saves = Saves(self.link, self.events)
         self.scale = LossScale(is_on=self.config.precision == "fp16")
         self.kept.add(
@@ -262,6 +270,23 @@ class RunState:
             rows = max(1, micro.step_end - self.loader.position.row)
         return rows / self.scale.factor
 
+    def micro_pass(self) -> MicroPass:
+        """The micro-batch that the loader gave last, as it goes through the replica."""
+        loader, seed = self.loader, 0
+        micro = loader.current if loader is not None else None
+        if loader is not None and micro is not None:
+            turn = [self.turns.now] if self.turns.now else []
+            seed = mix(loader.seed, loader.position.epoch, micro.start, *turn)
+        return MicroPass(micro, seed, self.samples_per_gradient, self.tally)
+
+    def count_rows(self, micro: MicroBatch) -> None:
+        """A micro-batch had its backward. Of a pipeline, the last stage counts its rows."""
+        if micro.counts and self.grid.is_last:
+            self.tally.rows += micro.end - micro.start
+            if self.turns.is_last:
+                self.ledger.record(micro.start, micro.end)
+        self.trained = micro
+
     def good_step(self) -> None:
         self.skipped_in_a_row = 0
         self.scale.rise()
@@ -356,3 +381,5 @@ class RunState:
         self.step_number = end
         for call in self.after_agreement:
             call()
+        if self.keeper is not None:  # the last of all: what was saved in a callback is not to be saved again
+            self.keeper.after_agreement()

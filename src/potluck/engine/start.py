@@ -14,7 +14,7 @@ from potluck.composition import Wanted, compose, ranks_per_worker, settled
 from potluck.config import checked
 from potluck.devices import choose_device
 from potluck.engine.engine import Engine
-from potluck.engine.engine_parts import in_stages, under_host
+from potluck.engine.engine_parts import over_group, under_host
 from potluck.engine.switches import StepConfig
 from potluck.environment import PATIENCE_S, RETURNING, check_patience
 from potluck.files import write_whole
@@ -86,7 +86,7 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
     if stages.store is not None:  # only now: what is refused must not have touched it
         store_run = StoreRun(stages.store, rank, world, patience_s, keeps=wanted.policy.steps_together)
         link = store_run.link
-    return Engine(link, device, step=step, wanted=wanted, parts=lambda run: in_stages(run, store_run))
+    return Engine(link, device, step=step, wanted=wanted, parts=lambda run: over_group(run, store_run))
 
 
 def connect(invite: Invite, device: torch.device, ranks: int) -> Client:

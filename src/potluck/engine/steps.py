@@ -17,7 +17,6 @@ from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare
 from potluck.data.source import DataSource
 from potluck.engine.common_steps import apply_step, report_of
-from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, is_batch_done
 from potluck.engine.replica import Replica
 from potluck.engine.rounds import check_same_data
@@ -31,9 +30,8 @@ from potluck.words import plural
 class Steps:
     nodes = None
 
-    def __init__(self, run: RunState, layers: Layers) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
-        self._layers = layers
         self._balance: Balance | None = None
         self._optimizer_s = self._waited_s = 0.0
         self._wire: WireChoice | None = None
@@ -51,7 +49,7 @@ class Steps:
         self._run.prepared().code(coding_of(self._wire.wire))
 
     def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
-        run, pipelines = self._run, self._layers.pipelines
+        run, pipelines = self._run, self._run.grid.pipelines
         replica, shares = run.prepared(), run.composition.shares or (1.0,) * pipelines
         if 0 in (parts := share_out(batch.size, shares)):
             raise ConfigError(
@@ -59,7 +57,7 @@ class Steps:
                 f" they would have {', '.join(map(str, parts))}. Use a larger batch, fewer workers, or more even"
                 " shares."
             )
-        share = BatchShare(shares, self._layers.pipeline, in_step=replica.in_step, in_pairs=run.batch_norm is not None)
+        share = BatchShare(shares, run.grid.pipeline, in_step=replica.in_step, in_pairs=run.batch_norm is not None)
         loader = Loader(source, batch, share, device=run.device, seed=seed)
         check_same_data(run, loader)
         # Where ranks gather parameters they wait for each other in every layer, and nobody's own speed can be seen.
@@ -82,7 +80,7 @@ class Steps:
         backward(self._run, loss, samples, last)
 
     def step(self) -> StepDone | StepSkipped | None:
-        run, layers = self._run, self._layers
+        run = self._run
         if not is_batch_done(run):
             return None
         replica = run.prepared()
@@ -90,11 +88,11 @@ class Steps:
         if run.device.type == "cuda" and run.link.world > 1 and not replica.gathers:
             torch.cuda.current_stream().synchronize()  # else busy would be the time to launch kernels
         busy_s = time.perf_counter() - run.tally.started + self._optimizer_s
-        if replica.runs_ahead and run.tally.samples and not replica.has_unused and layers.is_whole:
+        if replica.runs_ahead and run.tally.samples and not replica.has_unused and replica.is_whole:
             return self._step_ahead(replica, busy_s)
         replica.start_sums()
         told = self._tell(busy_s) if run.link.world > 1 else None
-        wait_s, norm, loss_sum = layers.reduce(replica)
+        wait_s, norm, loss_sum = replica.reduce(run.tally.loss_sum)
         self._waited_s = wait_s
         told = told or self._tell(busy_s, loss_sum)
         reports = [StepReport(*row) for row in told.wait()]
@@ -129,7 +127,7 @@ class Steps:
 
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
         """What this worker says of the step, and hears from all, while the sums are under way."""
-        busy_s, send_s = self._layers.times(busy_s, self._optimizer_s)
+        busy_s, send_s = self._run.prepared().times(busy_s, self._optimizer_s)
         mine = report_of(self._run, busy_s, waited_s=self._waited_s, loss_sum=loss_sum, send_s=send_s)
         return self._run.link.start_gather(mine)
 
@@ -137,23 +135,22 @@ class Steps:
         self, reports: list[StepReport], decision: StepDecision, took_s: float, *, is_done: bool = False
     ) -> StepDone | StepSkipped:
         """`is_done`: the optimizer has stepped already, or has left it out."""
-        run, layers = self._run, self._layers
-        skipped = apply_step(run, decision, reports, layers.samples_of_pipeline(reports), is_done=is_done)
+        run, grid = self._run, self._run.grid
+        skipped = apply_step(run, decision, reports, grid.own(reports).samples, is_done=is_done)
         if skipped is not None:
             return skipped
         seconds = time.perf_counter() - run.tally.started
-        return run.step_done(decision, run.lr, seconds, layers.worker_steps(reports, took_s))
+        return run.step_done(decision, run.lr, seconds, grid.worker_steps(reports, took_s))
 
     def _end(self, event: StepDone | StepSkipped, reports: list[StepReport]) -> StepDone | StepSkipped:
         run = self._run
         run.next_turn()
         run.tell(event)
         run.version += 1
-        self._share_anew(self._layers.pipeline_reports(reports))
+        self._share_anew(run.grid.merge(reports, "pipeline"))
         self._choose_wire(reports)
         run.tell_agreed(run.step_number - 1)
         run.start_of_step()
-        self._layers.end_of_step()
         return event
 
     def _share_anew(self, reports: list[StepReport]) -> None:

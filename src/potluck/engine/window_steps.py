@@ -20,7 +20,6 @@ from potluck.agree.step_report import StepDecision
 from potluck.agree.windows import stretch_of
 from potluck.data.plan import MicroBatch, even_batches, plan_step
 from potluck.data.rows import mix
-from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, end_batch, step_alone
 from potluck.engine.means import HostMean
 from potluck.engine.member_driver import MemberDriver
@@ -37,9 +36,8 @@ from potluck.wire.messages import Committed, SliceReport, Work
 class WindowSteps:
     is_repeatable = False
 
-    def __init__(self, run: RunState, layers: Layers, driver: MemberDriver, sender: PartSender, mean: HostMean) -> None:
+    def __init__(self, run: RunState, driver: MemberDriver, sender: PartSender, mean: HostMean) -> None:
         self._run = run
-        self._layers = layers
         self._driver = driver
         self._sender = sender
         self._mean = mean
@@ -129,7 +127,7 @@ class WindowSteps:
         driver.reach("batch", self._step, done=self._batches)
         # All ranks of this worker step as one, and stop as one.
         leaves = driver.client.wants_stop
-        done, own_samples, decision = end_batch(run, self._layers, run.link, is_over=leaves)
+        done, own_samples, decision = end_batch(run, run.link, is_over=leaves)
         is_last = run.turns.is_last
         self._batches += is_last
         self._samples += done.samples * is_last

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from potluck.agree.step_report import StepDecision, StepReport, decide_step, worker_steps
+from potluck.agree.step_report import StepDecision, StepReport, decide_step
 from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after, stretch_of
 from potluck.coded_numbers import Coding, coding_of
 from potluck.data.loader import Loader, SliceLoader
@@ -24,7 +24,6 @@ from potluck.data.rows import mix
 from potluck.data.source import DataSource
 from potluck.devices import synchronize
 from potluck.engine.common_steps import apply_step, report_of
-from potluck.engine.layers import Layers
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.moments import Moments, are_averaged
@@ -63,11 +62,10 @@ class WindowTotals(NamedTuple):
 class Windows:
     has_fixed_shares = True
 
-    def __init__(self, run: RunState, layers: Layers) -> None:
+    def __init__(self, run: RunState) -> None:
         composed = run.composition
         assert composed.window is not None
         self._run = run
-        self._layers = layers
         self._policy = composed.window
         self.nodes = make_nodes(run.link, composed.stages * composed.node_size)
         self._planner = WindowPlanner(self._policy, self.nodes.names)
@@ -110,7 +108,7 @@ class Windows:
     def _may_step_together(self) -> bool:
         """Where replicas are split or cut, they step by themselves from the start."""
         composed = self._run.composition
-        is_whole = self._layers.is_whole and composed.split is None
+        is_whole = not self._run.grid.is_cut and composed.split is None
         return self._policy.may_step_together and is_whole and self.nodes.count > 1
 
     def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
@@ -239,7 +237,7 @@ class Windows:
         is_last = run.turns.is_last
         tells_end = is_last and nodes.size > 1 and nodes.within.rank == 0
         tells_end = tells_end and self._sees_end(decision, before.batches + 1, rows)
-        done, own_samples, step_decision = end_batch(run, self._layers, nodes.within, is_over=tells_end)
+        done, own_samples, step_decision = end_batch(run, nodes.within, is_over=tells_end)
         self._node_is_over = bool(done.is_over)
         is_good = step_decision.fault is None
         self._window = (
@@ -279,7 +277,7 @@ class Windows:
         replica.start_sums()
         tally = run.tally
         told = run.link.start_gather(report_of(run, busy_s, waited_s=self._sync_s))
-        wait_s, norm, _ = self._layers.reduce(replica)
+        wait_s, norm, _ = replica.reduce(run.tally.loss_sum)
         reports = [StepReport(*row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
@@ -296,7 +294,7 @@ class Windows:
         own_s = time.perf_counter() - agreed  # a replica that stepped by itself would need that, too
         if event is None:
             self._delta.follow()
-            event = run.step_done(found, run.lr, busy_s + wait_s, worker_steps(reports, busy_s + wait_s))
+            event = run.step_done(found, run.lr, busy_s + wait_s, run.grid.worker_steps(reports, busy_s + wait_s))
         run.tell(event)
         busy = [report.busy_s for report in reports]
         self._planner.observe(rows, busy, self._own_rows, max(report.waited_s for report in reports))
@@ -304,7 +302,6 @@ class Windows:
         run.next_turn()
         if is_last:
             run.tell_agreed(steps_before)
-            self._layers.end_of_window()
         self._window_started = time.perf_counter()
         run.start_of_step()
         return event
@@ -341,7 +338,7 @@ class Windows:
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
-        reports = _by_node([WindowTotals(*row) for row in self._run.link.gather_rows(mine)], self.nodes.size)
+        reports = self._run.grid.merge([WindowTotals(*row) for row in self._run.link.gather_rows(mine)], "replica")
         started = time.perf_counter()
         samples = sum(report.samples for report in reports)
         self._weight = mine.samples / samples if samples else 1 / self.nodes.count
@@ -364,7 +361,6 @@ class Windows:
         self._run.stopping = any(report.wants_stop for report in reports)
         self._run.events.emit(self._tell_window(reports, samples))
         self._run.tell_agreed(steps_before)
-        self._layers.end_of_window()
 
     def _merge(self) -> None:
         """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before."""
@@ -425,13 +421,3 @@ class Windows:
 
 def _rest_of_epoch(loader: SliceLoader) -> RowPool:
     return RowPool([(loader.position.row, loader.rows)])
-
-
-def _by_node(reports: list[WindowTotals], size: int) -> list[WindowTotals]:
-    """One for each node: its ranks did the same steps, each has its own times, and any of them may want to stop."""
-    return [
-        max(node, key=lambda report: report.busy_s)._replace(
-            sync_s=max(report.sync_s for report in node), wants_stop=max(report.wants_stop for report in node)
-        )
-        for node in (reports[first : first + size] for first in range(0, len(reports), size))
-    ]

@@ -119,7 +119,7 @@ def _tell_of_rows(rows: PreparedRows, engine: Engine) -> None:
 
 def _check_memory(config: FinetuneConfig, folder: Path, engine: Engine) -> None:
     """A model that cannot fit is refused, with figures, before the system ends somebody for it."""
-    pipelines = engine.layers.pipelines
+    pipelines = engine.pipelines
     if config.lora is not None:
         needed = bytes_of_frozen(folder, config.model)
         has_parts = config.strategy.bytes_per_parameter(2) < config.strategy.bytes_per_parameter(1)

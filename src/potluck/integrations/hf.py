@@ -406,7 +406,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
             loss, _, _ = self.prediction_step(model, inputs, True, ignore_keys=ignore_keys)
             return loss, rows_of(inputs)
 
-        loss: float = fleet.evaluate(loss_of, one_by_one(batches, 1 if fleet.is_led else fleet.layers.pipelines))
+        loss: float = fleet.evaluate(loss_of, one_by_one(batches, 1 if fleet.is_led else fleet.pipelines))
         if not fleet.is_led:
             return loss
         return next((each for each in fleet.gather(loss) if not math.isnan(each)), math.nan)

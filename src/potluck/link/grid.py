@@ -1,20 +1,29 @@
-"""Grid: who holds which stage, of which replica, for whose rows. Knows no model.
+"""Grid: who holds which stage, of which replica, for whose rows; and what each of them reports, as one. Knows no model.
 
 A replica is cut over `workers` places, and each place may be held by several ranks that split it. Of 2 replicas of 3
 stages, each split over 2 ranks, rank 0 and 1 are stage 0 of the first, 2 and 3 stage 1, and so on. Ranks of one number
 within their places compute the same rows: they are a *pipeline*.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from potluck.agree.step_report import StepReport
+from potluck.events import WorkerStep
 from potluck.link.link import Alone, Link
+
+Row = TypeVar("Row", bound=NamedTuple)
+
+LONGEST = {"busy_s", "sync_s", "wants_stop"}
+"""Figures of which the largest counts: times, and whether anybody wants to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     link: Link
     workers: int
-    """Grid of each replica."""
+    """The places of each replica."""
     each: int
     """Ranks that hold one place together."""
     stage_group: Link
@@ -23,6 +32,7 @@ class Grid:
     """All who hold the same stages as we do, of any replica."""
     shards: Link
     """Those of them who hold them of our replica: each some part."""
+    is_cut: bool = True
 
     @property
     def size(self) -> int:
@@ -54,8 +64,53 @@ class Grid:
     def ranks_of(self, pipeline: int) -> list[int]:
         return [rank for rank in range(self.link.world) if self.pipeline_of(rank) == pipeline]
 
+    def name_of(self, rank: int) -> str:
+        """The stage that a rank holds, and of which pipeline; nothing where models are not cut."""
+        pipeline = f" of {self.pipeline_of(rank)}" if self.pipelines > 1 else ""
+        return f"stage {self.place_of(rank)}{pipeline}" if self.is_cut else ""
 
-def make_places(link: Link, workers: int, each: int) -> Grid:
+    def merge(self, rows: Sequence[Row], per: Literal["pipeline", "replica"]) -> list[Row]:
+        """One report for each pipeline or replica, from those of the ranks of one replica or of all, in order.
+
+        The last stage's figures are the pipeline's, and those of any rank the replica's where each tells the sum; but
+        the longest time counts, and a wish to stop of any.
+        """
+        groups: dict[int, list[Row]] = {}
+        for rank, row in enumerate(rows):
+            groups.setdefault(self.pipeline_of(rank) if per == "pipeline" else rank // self.size, []).append(row)
+        return [groups[number][-1]._replace(**_longest(groups[number])) for number in sorted(groups)]
+
+    def own(self, rows: Sequence[Row]) -> Row:
+        """Our pipeline's report, from those of the ranks of our replica or of all."""
+        return self.merge(rows, "pipeline")[self.pipeline_of(self.link.rank % len(rows))]
+
+    def worker_steps(self, reports: Sequence[StepReport], took_s: float) -> tuple[WorkerStep, ...]:
+        """What each rank did of a step that all began together and finished after `took_s`."""
+        pipelines = self.merge(reports, "pipeline")
+        return tuple(
+            WorkerStep(
+                rank=rank,
+                rows=int(pipelines[self.pipeline_of(rank)].rows),
+                samples=pipelines[self.pipeline_of(rank)].samples,
+                busy_s=report.busy_s,
+                wait_s=max(0.0, took_s - report.busy_s - report.send_s),
+                name=self.name_of(rank),
+                send_s=report.send_s,
+            )
+            for rank, report in enumerate(reports)
+        )
+
+
+def _longest(rows: Sequence[Row]) -> dict[str, Any]:
+    return {name: max(getattr(row, name) for row in rows) for name in LONGEST.intersection(rows[0]._fields)}
+
+
+def whole_grid(link: Link, each: int) -> Grid:
+    """Models are not cut: each rank has rows of its own. `each`: ranks that hold one replica together."""
+    return Grid(link, 1, each, Alone(), link, Alone(), is_cut=False)
+
+
+def make_grid(link: Link, workers: int, each: int) -> Grid:
     """Every rank of the link calls this alike. `workers`: places of each replica; `each`: ranks of each place."""
     alone = Grid(link, workers, each, Alone(), Alone(), Alone())
     if link.world == 1:

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from potluck.link.grid import Grid
 from potluck.sharding.absent import own_state
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, group_names
 from potluck.sharding.sharded import Sharded
 from potluck.stages.chain import BufferSlot, seats_of_buffers
+from potluck.stages.cut import CutStage, cut, give_up_foreign
+from potluck.stages.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,28 @@ def free_params_outside(model: nn.Module, own: nn.Module) -> None:
     for parameter in model.parameters():
         if id(parameter) not in kept:
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class CutModel:
+    """What a worker holds of a model that is cut into stages."""
+
+    plan: Plan
+    stages: list[CutStage]
+    own: nn.Module
+    """All of them as one model."""
+    uncut: UncutModel
+
+    @staticmethod
+    def take(model: nn.Module, optimizer: Optimizer, plan: Plan, places: Grid) -> "CutModel":
+        """Cuts the model: what other workers have of it leaves the optimizer and the memory."""
+        uncut = describe_uncut(model, optimizer)
+        stages = [cut(model, plan, number) for number in range(places.place, len(plan.stages), places.workers)]
+        own = stages[0].model if len(stages) == 1 else StageModules([stage.model for stage in stages])
+        keep_params_of(optimizer, own)
+        free_params_outside(model, own)
+        give_up_foreign(stages)
+        return CutModel(plan, stages, own, uncut)
 
 
 class StageModules(nn.Module):

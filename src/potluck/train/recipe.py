@@ -191,8 +191,8 @@ def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine
 def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
-    stages = engine.link.world // engine.layers.pipelines
-    for_model = int(config.model.parameters * config.strategy.bytes_per_parameter(engine.layers.pipelines) / stages)
+    stages = engine.link.world // engine.pipelines
+    for_model = int(config.model.parameters * config.strategy.bytes_per_parameter(engine.pipelines) / stages)
     at_once = _rows_at_once(config, engine, rows)
     step = config.step
     kept = config.model.activations(at_once, checkpointed=step.checkpoint_activations, compiled=step.compile)
@@ -227,7 +227,7 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
     """That go through a worker's part of the model together."""
     if config.stages is not None:
         return min(config.stages.micro_batch_size or config.batch.size, config.batch.size, rows)
-    parts = config.batch.slice_count if engine.is_led else engine.layers.pipelines
+    parts = config.batch.slice_count if engine.is_led else engine.pipelines
     return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
 
 
