@@ -18,7 +18,7 @@ mixed_speeds   what they do together, against the sum of what each does alone at
 time_to_loss   the time to a validation loss, against bare DDP; and the loss after the same samples, against Sync's
 following   how soon shares follow a worker that slows down
 slow_host   what they do together where each reaches its host over a slow, long link, and the bytes that it takes
-convergence   what overlap, the anchor and an outer optimizer do to the loss after the same samples
+convergence   what the length of windows does to the loss after the same samples
 h200_mixed   parts of one GPU together, against the sum of what each does alone
 h200_lora    LoRA on a 4-bit base of 8 billion parameters, on parts of one GPU; and a newcomer
 

@@ -7,7 +7,7 @@ from bench import report
 
 FLEET = ("star", "crowd", "coordinator_memory", "pause", "elastic_step", "preempt")
 BY_DEFAULT = ("step_time", "memory", "startup", "checkpoint_time", *FLEET)
-MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence", "overlap", "slow_host")
+MIXED = ("mixed_speeds", "time_to_loss", "following", "convergence", "slow_host")
 """Workers of different speeds: these want the machine for themselves, for minutes each."""
 SHARDED = ("shard_memory", "shard_step", "uneven_memory")
 STAGED = ("pipeline", "uneven_stages", "direct", "datastore")

@@ -1,4 +1,4 @@
-"""What the length of windows, overlap and an outer optimizer do to the loss after the same samples, against Sync.
+"""What the length of windows does to the loss after the same samples, against Sync.
 
     python -m bench convergence [--quick]
 

@@ -26,7 +26,7 @@ SETTLED = "settled"
 SETTLING, FOLLOWING = 4, 6
 """Windows before and after; under Sync, ten times as many steps."""
 NEVER = 99
-CONTENDERS = ("Cadence", "Cadence overlap", "Async", "Sync balanced")
+CONTENDERS = ("Cadence", "Async", "Sync balanced")
 WITHIN = 0.10
 
 

@@ -36,7 +36,6 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "Cadence": ("policy=cadence",),
     "Cadence int4": ("policy=cadence", "wire=int4"),
     "Cadence as published": ("policy.kind=cadence", *PUBLISHED),
-    "Cadence overlap": ("policy.kind=cadence", "policy.overlap=true"),
     "Async": ("policy=async",),
     "Auto": ("policy=auto",),
 }

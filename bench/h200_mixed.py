@@ -36,7 +36,7 @@ from potluck.train.model import ModelConfig
 GPT_130M = ModelConfig(vocab=32768, dim=768, layers=12, heads=12, context=512)  # 134 million parameters
 GPT_TINY = ModelConfig(vocab=512, dim=64, layers=2, heads=2, context=16)
 PARTS = ((70, 20), (40, 30, 20))
-CONTENDERS = ("Sync balanced int4", "Cadence int4", "Cadence", "bare DDP", "Sync balanced", "Cadence overlap")
+CONTENDERS = ("Sync balanced int4", "Cadence int4", "Cadence", "bare DDP", "Sync balanced")
 GOALS = {"Cadence int4": 0.97, "Sync balanced int4": 0.6}
 BUDGET_S = 400.0
 """Nothing more is begun after that."""

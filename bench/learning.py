@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from bench.mixed import train
 from bench.uneven_rank import Seat
-from potluck import Async, Auto, Cadence, Outer, StepConfig, Sync
+from potluck import Async, Auto, Cadence, StepConfig, Sync
 from potluck.config import from_toml
 from potluck.data.rows import mix
 from potluck.devices import choose_device
@@ -40,8 +40,6 @@ POLICIES: dict[str, Any] = {
     "Auto": Auto(),
     "Cadence of 5": Cadence(anchor=5, max_anchor=5),
     "Cadence of 20": Cadence(anchor=20, max_anchor=20),
-    "Cadence of 10, overlap": Cadence(anchor=10, max_anchor=10, overlap=True),
-    "Cadence of 10, outer": Cadence(anchor=10, max_anchor=10, outer=Outer()),
     "Cadence as published": Cadence.published(),
 }
 

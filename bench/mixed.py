@@ -32,10 +32,8 @@ POLICIES: dict[str, Any] = {
     "Sync": Sync(balance=False),
     "Sync balanced": Sync(balance=True),
     "Cadence": Cadence(),
-    "Cadence overlap": Cadence(overlap=True),
     "Async": Async(),
     "Cadence 20": Cadence(anchor=20),
-    "Cadence 20 overlap": Cadence(anchor=20, overlap=True),
 }
 WIRES = ("int4", "auto")
 """The last word of a contender whose numbers travel in this form; those of all others in fp32."""

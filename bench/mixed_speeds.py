@@ -34,12 +34,12 @@ from bench.testbed import Machine
 from bench.turns import say
 from bench.uneven import Uneven, cores_of
 
-CONTENDERS = ("bare DDP", "bare local SGD", "Sync", "Sync balanced", "Cadence", "Cadence overlap", "Async")
+CONTENDERS = ("bare DDP", "bare local SGD", "Sync", "Sync balanced", "Cadence", "Async")
 CODED = ("Sync balanced int4", "Sync balanced auto", "Cadence int4")
 """What travels does so in fewer bits. Measured where asked for."""
 ALL = (*CONTENDERS, *CODED)
 OURS = (*CONTENDERS[2:], *CODED)
-GOALS = {"Sync balanced": 0.90, "Cadence": 0.95, "Cadence overlap": 0.95, "Async": 0.95}
+GOALS = {"Sync balanced": 0.90, "Cadence": 0.95, "Async": 0.95}
 """At gap 3."""
 COLORS = {
     "bare DDP": "#9a9a9a",
@@ -47,7 +47,6 @@ COLORS = {
     "Sync": "#b5c7e3",
     "Sync balanced": "#4c72b0",
     "Cadence": "#4c9f70",
-    "Cadence overlap": "#8fcca9",
     "Async": "#dd8452",
     "Sync balanced int4": "#2f4b7c",
     "Sync balanced auto": "#7a93bd",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from potluck.agree.elche import ElChe
-    from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync
+    from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Sync
     from potluck.engine.engine import Engine
     from potluck.engine.start import init
     from potluck.engine.switches import StepConfig
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "agree.elche": ("ElChe",),
-    "agree.policy": ("ApplyPolicy", "Async", "Auto", "Cadence", "Outer", "Sync"),
+    "agree.policy": ("ApplyPolicy", "Async", "Auto", "Cadence", "Sync"),
     "engine.engine": ("Engine",),
     "engine.start": ("init",),
     "engine.switches": ("StepConfig",),
@@ -61,7 +61,6 @@ __all__ = [
     "JointOptimizer",
     "NoShard",
     "OptimizerShard",
-    "Outer",
     "Pipeline",
     "RunConfig",
     "ScheduleConfig",
@@ -82,6 +81,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "hf":  # it needs libraries that not everybody has
         return import_module("potluck.integrations.hf")
+    if name == "Outer":
+        from potluck.agree.policy import OUTER
+        from potluck.errors import ConfigError
+
+        raise ConfigError(OUTER)
     if name not in _MODULES:
         raise AttributeError(f"potluck has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"potluck.{_MODULES[name]}"), name)

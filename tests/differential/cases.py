@@ -206,7 +206,7 @@ def _draw_sync(draw: random.Random, lanes: int) -> str:
 
 def _draw_windows(draw: random.Random) -> str:
     anchor = draw.choice((1, 2, 3))
-    extra = draw.choice(("", ", moments=True", ", overlap=True", ", outer=Outer(lr=0.7, momentum=0.9)"))
+    extra = draw.choice(("", ", moments=True", "", ""))  # two were settings that are gone
     extra += draw.choice(("", "", f", together={draw.choice((0.3, 0.5, 1.0))}"))
     extra += draw.choice(("", ", overhead_target=None"))
     return f"{draw.choice(('Cadence', 'Async'))}(anchor={anchor}, max_anchor={anchor + draw.randint(0, 3)}{extra})"

@@ -228,7 +228,7 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
     expected.start, expected.losses = _state(replica.model), replica.losses
     if is_shaken:
         _shake(replica.model, SHAKES[precision_of(case)], case.seed)
-    done, momentum = 0, None
+    done = 0
     for leg, ranks in zip(case.legs, told, strict=True):
         lanes, complaints = _lanes(ranks)
         expected.complaints += complaints
@@ -238,9 +238,8 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
             expected.complaints += _steps_of_wrong_size(case, lanes[0], done, batches)
             buckets = ranks[0]["buckets"] if leg.wire != "fp32" else None
             expected.steps.append(_judge_steps(replica, lanes[0], _switches(leg, buckets), ranks[0]["events"]))
-            momentum = None
         else:
-            replica, steps, momentum = _judge_windows(replica, list(lanes.values()), ranks[0], leg, momentum)
+            replica, steps = _judge_windows(replica, list(lanes.values()), ranks[0], leg)
             expected.steps.append(steps)
         done += sum(size for own in lanes.values() for size in _sizes(own)) // (2 if "turns" in case.habits else 1)
     may_overflow = any("fp16" in leg.switches for leg in case.legs)
@@ -366,18 +365,12 @@ def _judge_windows(
     replicas: list[list[list[Any]]],
     told: dict[str, Any],
     leg: Leg,
-    momentum: list[Tensor] | None,
-) -> tuple[Replica, list[list[float]], list[Tensor] | None]:
-    """Replicas step by themselves, and become one at the end of each window; or, of some, all take one step.
-
-    `momentum`: of the outer optimizer of the leg before, which one that follows it resumes with; the last is returned.
-    """
-    names: dict[str, Callable[..., SimpleNamespace]] = dict.fromkeys(("Cadence", "Async", "Outer"), _settings)
+) -> tuple[Replica, list[list[float]]]:
+    """Replicas step by themselves, and become one at the end of each window; or, of some, all take one step."""
+    names: dict[str, Callable[..., SimpleNamespace]] = dict.fromkeys(("Cadence", "Async"), _settings)
     names["Auto"] = lambda **options: _settings(moments=True, **options)
     policy = eval(leg.policy, names)  # type: ignore[arg-type]
     group = Group([first.twin() for _ in replicas], policy)
-    if momentum is not None:
-        group.momentum = momentum
     switches, found = _switches(leg), []
     for number in range(len(replicas[0][0])):
         if told["anchors"][number] == 0:
@@ -391,26 +384,21 @@ def _judge_windows(
             counts.append(sum(samples for _, _, samples in steps))
             losses.append(sum(loss * samples for loss, _, samples in steps if samples))
         group.agree(counts)
-        if number + 1 in told["ends"]:
-            group.settle()
         samples = sum(counts)
         found.append([sum(losses) / samples if samples else math.nan, math.nan, samples])
-    return group.replicas[0], found, group.momentum if policy.outer is not None else None
+    return group.replicas[0], found
 
 
 def _settings(**options: Any) -> SimpleNamespace:
-    return SimpleNamespace(**({"overlap": False, "outer": None, "moments": False} | options))
+    return SimpleNamespace(**({"moments": False} | options))
 
 
 class Group:
-    """Replicas that average; with overlap, what was begun at the end of one window is merged at the end of the next."""
+    """Replicas that average."""
 
     def __init__(self, replicas: list[Replica], policy: SimpleNamespace) -> None:
         self.replicas, self.policy = replicas, policy
         self.shares = [1 / len(replicas)] * len(replicas)
-        self.pending: tuple[list[Tensor], list[list[Tensor]]] | None = None
-        self.start = [p.detach().clone() for p in trained(replicas[0])]
-        self.momentum = [torch.zeros_like(tensor) for tensor in self.start]
         self.before = buffers(replicas[0].model)
 
     def begin(self) -> None:
@@ -423,14 +411,9 @@ class Group:
         merged = mean_buffers(self.before, [buffers(replica.model) for replica in self.replicas], self.shares)
         for replica in self.replicas:
             put_buffers(replica.model, merged)
-        if self.policy.overlap:
-            if self.pending is not None:
-                self._correct(*self.pending)
-            self.pending = self._mean()
-            return
-        mean, _ = self._mean()
-        if self.policy.outer is not None:
-            mean = [self._step_outer(index, value) for index, value in enumerate(mean)]
+        own = [[parameter.detach().clone() for parameter in trained(replica)] for replica in self.replicas]
+        weighted = [[share * value for value in values] for share, values in zip(self.shares, own, strict=True)]
+        mean = [torch.stack(each).sum(0) for each in zip(*weighted, strict=True)]
         for replica in self.replicas:
             for parameter, value in zip(trained(replica), mean, strict=True):
                 parameter.copy_(value)
@@ -444,7 +427,6 @@ class Group:
         for replica in self.replicas[1:]:
             replica.model.load_state_dict(self.replicas[0].model.state_dict())
             replica.optimizer.load_state_dict(copy.deepcopy(self.replicas[0].optimizer.state_dict()))
-        self.start = [p.detach().clone() for p in trained(self.replicas[0])]
         return found
 
     def _average_moments(self, same: tuple[Tensor, ...]) -> None:
@@ -459,31 +441,6 @@ class Group:
             for state in states:
                 if having:
                     state[key] = mean.round() if key == "step" else mean.clone()
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        """The end of an epoch, or of the run: all are equal."""
-        if self.pending is not None:
-            self._correct(*self.pending)
-            self._correct(*self._mean())
-            self.pending = None
-
-    def _mean(self) -> tuple[list[Tensor], list[list[Tensor]]]:
-        own = [[parameter.detach().clone() for parameter in trained(replica)] for replica in self.replicas]
-        weighted = [[share * value for value in values] for share, values in zip(self.shares, own, strict=True)]
-        return [torch.stack(each).sum(0) for each in zip(*weighted, strict=True)], own
-
-    def _correct(self, mean: list[Tensor], own: list[list[Tensor]]) -> None:
-        for replica, before in zip(self.replicas, own, strict=True):
-            for parameter, value, was in zip(trained(replica), mean, before, strict=True):
-                parameter.add_(value - was)
-
-    def _step_outer(self, index: int, value: Tensor) -> Tensor:
-        outer = self.policy.outer
-        change = self.start[index] - value
-        self.momentum[index] = outer.momentum * self.momentum[index] + change
-        self.start[index] = self.start[index] - outer.lr * (change + outer.momentum * self.momentum[index])
-        return self.start[index]
 
 
 def trained(replica: Replica) -> list[Tensor]:

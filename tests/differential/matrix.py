@@ -50,8 +50,6 @@ POLICIES = {
     "Sync": "Sync()",
     "Sync(shares)": "Sync(shares=(2.0, 1.0))",
     "Cadence": "Cadence(anchor=2)",
-    "Cadence(overlap)": "Cadence(anchor=2, overlap=True)",
-    "Cadence(outer)": "Cadence(anchor=2, outer=Outer(lr=0.7, momentum=0.9))",
     "Async": "Async(anchor=2)",
 }
 PROTOCOLS = {

@@ -99,7 +99,7 @@ def test_a_case_is_repeated_by_its_line() -> None:
     assert [read_case(case.line()) for case in drawn] == drawn
     assert {case.optimizer for case in drawn} >= set(OPTIMIZERS)
     words = " ".join(case.line() for case in drawn)
-    for word in ("FullShard(weights", "HybridShard", "Async", "overlap", "outer", "DataStore", "interleaved", "enter@"):
+    for word in ("FullShard(weights", "HybridShard", "Async", "moments", "DataStore", "interleaved", "enter@"):
         assert word in words, word
 
 
@@ -215,7 +215,6 @@ def test_a_page_is_read_as_it_was_printed() -> None:
     assert "\n| mlp | 2 + 1 | 0 |" in drawn
 
 
-WINDOWS = "Async(anchor=2, max_anchor=2, outer=Outer(lr=0.7, momentum=0.9))"
 ROUGH = "Async(anchor=2, max_anchor=2)"
 FOUND = {
     "stages that share weights within themselves cut no backward in two": Case(
@@ -243,14 +242,8 @@ FOUND = {
     "what is saved as soon as it was loaded leaves the same rows to do": Case(
         rows=23, batch=5, legs=(Leg(world=3, policy=ROUGH, until=1), Leg(world=2, policy=ROUGH, until=1), Leg(world=1))
     ),
-    "an outer optimizer steps from the weights that were loaded": Case(
-        rows=20, batch=6, legs=(Leg(world=1, until=2), Leg(world=2, policy=WINDOWS))
-    ),
-    "an outer optimizer resumes with its momentum": Case(
-        rows=20, batch=4, legs=(Leg(world=2, policy=WINDOWS, until=2), Leg(world=2, policy=WINDOWS))
-    ),
-    "complex numbers drift apart and are corrected": Case(
-        model="vectors/6/mlp,complex/", dtype="float32", legs=(Leg(world=2, policy="Async(anchor=2, overlap=True)"),)
+    "complex numbers drift apart and are averaged": Case(
+        model="vectors/6/mlp,complex/", dtype="float32", legs=(Leg(world=2, policy="Async(anchor=2)"),)
     ),
     "what Adam keeps of complex numbers is averaged": Case(
         model="vectors/6/mlp,complex/",

@@ -47,8 +47,9 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
         # Of its own, so that a run in which nobody steps together is the one that its seed has always been.
         other = random.Random(f"together {policy} {seed}")
         drawn |= {"together": other.choice([0.0, 0.0, 0.0, 0.2, 0.5, 1.0])}
-        drawn |= {"overlap": draw.random() < 0.5} if policy != "auto" else {}
-        drawn |= {"moments": other.random() < 0.3} if not drawn.get("overlap", True) else {}
+        if policy != "auto":
+            draw.random()  # of a setting that is gone: later draws are what they have always been
+            drawn |= {"moments": other.random() < 0.3}
         if policy != "auto":
             drawn = asdict(kind.published(**drawn)) | ({"overhead_target": None} if other.random() < 0.3 else {})
         settings, batch = settings_of(kind(**drawn)), draw.choice([8, BATCH])

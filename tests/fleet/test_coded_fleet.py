@@ -195,8 +195,6 @@ SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2}
 POLICIES = {
     "cadence": potluck.Cadence.published(**SHORT),
     "async": potluck.Async.published(**SHORT),
-    "overlap": potluck.Async.published(overlap=True, **SHORT),
-    "outer": potluck.Cadence.published(outer=potluck.Outer(), **SHORT),
     "moments": potluck.Cadence.published(moments=True, together=0.4, **SHORT),
 }
 

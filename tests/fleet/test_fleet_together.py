@@ -107,11 +107,10 @@ def judge(fleet: Fleet, *, moments: bool = False, falls: bool = False) -> dict[s
     [
         (Cadence.published(**SHORT, together=FIRST), 1, {}),
         (Cadence.published(**SHORT, together=FIRST), 3, {"shared": True}),
-        (Cadence.published(**SHORT, together=FIRST, overlap=True), 2, {}),
         (Async.published(**SHORT, together=FIRST), 2, {}),
         (Cadence.published(**SHORT, together=1.0), 2, {"shared": True}),
     ],
-    ids=["one", "cadence", "overlap", "async", "sync"],
+    ids=["one", "cadence", "async", "sync"],
 )
 def test_the_first_share_is_sync_and_the_rest_windows(
     policy: Windowed, count: int, options: dict[str, Any], tmp_path: Path
@@ -122,8 +121,7 @@ def test_the_first_share_is_sync_and_the_rest_windows(
     weights = fleet.finish()  # the same on all of them, and each row used once
     found = list(kinds(fleet).values())
     assert found == sorted(found, reverse=True) and sum(found) == (ALL_FIRST if policy.together < 1 else STEPS)
-    if not policy.overlap:
-        assert_close(weights, judge(fleet))
+    assert_close(weights, judge(fleet))
     decided = [event for event in fleet.events if isinstance(event, Decided)]
     share = f"{policy.together:.0%}"
     assert decided[0].reason.startswith(f"In the first {share} of the run all agree in every step: ")
@@ -152,10 +150,9 @@ def killed_at(place: Path, step: int) -> None:
     at("part", fatal)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-def test_whoever_is_lost_or_comes_in_either_phase_all_agree(overlap: bool, tmp_path: Path) -> None:
+def test_whoever_is_lost_or_comes_in_either_phase_all_agree(tmp_path: Path) -> None:
     """Buffers, dropout and parameters that nobody uses too."""
-    policy = Cadence.published(**SHORT, together=FIRST, overlap=overlap)
+    policy = Cadence.published(**SHORT, together=FIRST)
     options: dict[str, Any] = {"policy": policy, "epochs": 2 * EPOCHS, "steps": 2 * STEPS}
     ends = (("first", 2), ("second", 2 * ALL_FIRST + 2))
     fleet = Fleet(tmp_path, at_least=3)

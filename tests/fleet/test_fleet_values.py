@@ -174,9 +174,8 @@ def keeps_its_average(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-def test_under_windows_the_average_is_of_what_all_agree_on(tmp_path: Path, overlap: bool) -> None:
-    policy = potluck.Cadence.published(anchor=2, max_anchor=2, overlap=overlap)
+def test_under_windows_the_average_is_of_what_all_agree_on(tmp_path: Path) -> None:
+    policy = potluck.Cadence.published(anchor=2, max_anchor=2)
     fleet = Fleet(tmp_path, at_least=2)
     for name in ("one", "other"):
         fleet.add(name, keeps_its_average, policy=policy, fit=FIT)

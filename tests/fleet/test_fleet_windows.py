@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from potluck.agree.policy import Async, Cadence, Outer, Windowed
+from potluck.agree.policy import Async, Cadence, Windowed
 from potluck.data.rows import mix
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
@@ -34,7 +34,6 @@ from tests.fleet.fleet import (
     wait_until,
 )
 from tests.odd import BIG, SEEN, assert_constant
-from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +45,6 @@ def judge(
     fleet: Fleet,
     epochs: int = EPOCHS,
     *,
-    outer: Outer | None = None,
     workers: dict[int, int] | None = None,
     optimizer_of: Callable[[nn.Module], Any] = lambda model: torch.optim.AdamW(
         model.parameters(), lr=0.01, weight_decay=0.1
@@ -56,13 +54,11 @@ def judge(
     """One process and no Potluck: each recorded range by a replica of its own, then their mean by rows.
 
     Each worker keeps its optimizer from window to window. The batch of a step of its own is the run's over the workers.
-    `outer`: its two numbers, for a step along the window's mean change. `workers`: for how many a window was
-    planned, if not all of them were there when it ended.
+    `workers`: for how many a window was planned, if not all of them were there when it ended.
     """
     torch.set_num_threads(1)
     model, _, (x, y) = build(bare=True)
     optimizers: dict[int, Any] = {}
-    momentum = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for record in fleet.records:
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, record.epoch)))
         size = -(-BATCH // (workers or {}).get(record.step, len(record.workers)))
@@ -82,12 +78,7 @@ def judge(
                 mean[name] += parameter.detach() * ((end - start) / record.rows)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if outer is None:
-                    parameter.copy_(mean[name])
-                else:
-                    change = parameter - mean[name]
-                    momentum[name] = outer.momentum * momentum[name] + change
-                    parameter -= outer.lr * (change + outer.momentum * momentum[name])
+                parameter.copy_(mean[name])
     assert sum(record.rows for record in fleet.records) == epochs * ROWS
     return model.state_dict()
 
@@ -288,11 +279,8 @@ def test_a_run_that_everybody_died_in_goes_on_from_its_checkpoint(tmp_path: Path
     fleet.finish()
 
 
-@pytest.mark.parametrize(
-    "extra", first_of([{"overlap": True}, {"outer": Outer()}, {}]), ids=["overlap", "outer", "plain"]
-)
-def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(extra: dict[str, Any], tmp_path: Path) -> None:
-    outlive_a_host(tmp_path, PHASES_OF_HOST, {"policy": Cadence.published(**SHORT, **extra), "slow_s": 0.02})
+def test_a_coordinator_killed_after_its_record_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    outlive_a_host(tmp_path, PHASES_OF_HOST, {"policy": Cadence.published(**SHORT), "slow_s": 0.02})
 
 
 def outlive_a_host(folder: Path, fault: Any, options: dict[str, Any]) -> None:
@@ -357,7 +345,7 @@ def test_another_policy_or_other_settings_are_refused(tmp_path: Path) -> None:
     others = {
         "other": Cadence.published(anchor=7),
         "another": Async.published(**SHORT),
-        "third": Cadence.published(**SHORT, outer=Outer()),
+        "third": Cadence.published(**SHORT, max_batch_diff=3),
     }
     for name, policy in others.items():
         worker = fleet.add(name, policy=policy)
@@ -366,5 +354,5 @@ def test_another_policy_or_other_settings_are_refused(tmp_path: Path) -> None:
     told = [(tmp_path / f"{name}.error").read_text() for name in others]
     assert "This run has policy.anchor = 1, and you have 7. Build the same" in told[0]
     assert "This run's policy is cadence, and yours is async. Build the same" in told[1]
-    assert "This run has policy.outer = None, and you have {'lr': 0.7, 'momentum': 0.9}. Build the same" in told[2]
+    assert "This run has policy.max_batch_diff = None, and you have 3. Build the same" in told[2]
     assert fleet.server.core.refused == {"wrong model": 3}

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from potluck.agree.policy import Cadence
 from potluck.events import CheckpointSaved, Ordered, StepDone, WorkerWent
 from potluck.fleet.bounds import MOST_WATCHERS
 from potluck.fleet.coordinator import WRITTEN_EVERY_S, Coordinator
+from potluck.fleet.description import settings_of
 from potluck.fleet.effects import Close, Effect, Emit, Send, ShowTo
 from potluck.wire.messages import PROTOCOL, LookOn, Refusal, Welcome, Wrote
-from tests.fleet.test_windows_ahead import OVERLAP, windowed
-from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, Fleet, undisturbed
+from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, Fleet, described, undisturbed
 
 SECRET = "the secret"
 
@@ -39,8 +40,9 @@ def test_a_pause_of_any_length_loses_nobody_and_changes_no_bit(at_s: float) -> N
 
 @pytest.mark.parametrize("at_s", [0.31, 0.44, 0.7])
 def test_windows_pause_too_and_what_workers_have_in_hand_is_taken(at_s: float) -> None:
-    """With overlap the next window is theirs already; it is agreed on, and then all stand."""
-    run = Fleet(workers=2, description=windowed(OVERLAP, rows_limit=EPOCHS * ROWS))
+    policy = Cadence.published(anchor=1, max_anchor=1)
+    windowed = described(policy=policy.kind, settings=settings_of(policy), batch=4, rows_limit=EPOCHS * ROWS)
+    run = Fleet(workers=2, description=windowed)
     run.run_for(at_s)
     order(run, "pause")
     run.run_for(PATIENCE_S)

@@ -25,9 +25,7 @@ def kinds(run: Fleet) -> list[bool]:
     return [decided.anchor == 0 for decided in run.told(Decided)]
 
 
-@pytest.mark.parametrize(
-    "policy", [Cadence.published(anchor=1, together=0.3), Async.published(anchor=1, together=0.3, overlap=True)]
-)
+@pytest.mark.parametrize("policy", [Cadence.published(anchor=1, together=0.3), Async.published(anchor=1, together=0.3)])
 def test_the_first_share_of_the_rows_is_taken_together(policy: Windowed) -> None:
     run = Fleet(workers=3, description=windowed(policy), epochs=EPOCHS).finish()
     first = 4  # of 16, 16 and 5 rows: 37 are less than three tenths of 148, and 53 are not

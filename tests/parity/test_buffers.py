@@ -136,7 +136,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
     ("policy", "strategy", "stages", "world"),
     [
         (Cadence.published(anchor=2), NoShard(), None, 2),
-        (Async.published(anchor=2, overlap=True), NoShard(), None, 3),
+        (Async.published(anchor=2), NoShard(), None, 3),
         (Cadence.published(anchor=2), HybridShard(intra_node_size=2), None, 4),
         pytest.param(
             Cadence.published(anchor=2), NoShard(), Stages(protocol=Direct(), count=2), 4, marks=pytest.mark.slow

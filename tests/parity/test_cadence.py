@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import potluck
-from potluck import Async, Cadence, NoShard, Outer, StepConfig, Sync
+from potluck import Async, Cadence, NoShard, StepConfig, Sync
 from potluck.errors import ConfigError
 from potluck.events import Decided, EpochDone, StepDone
 from tests.gathered import gathered
@@ -24,8 +24,6 @@ SHORT = Cadence.published(anchor=2, max_anchor=2)
 POLICIES: dict[str, Any] = {
     "cadence": Cadence.published(anchor=2),
     "async": Async.published(anchor=2),
-    "overlap": Cadence.published(anchor=2, overlap=True),
-    "outer": Async.published(anchor=2, outer=Outer(lr=0.7, momentum=0.9)),
 }
 
 OPTIMIZERS = ANY_OPTIMIZER | {"plain sgd": lambda p: torch.optim.SGD(p, lr=0.1)}
@@ -155,10 +153,6 @@ def judge(
     replicas = [make()[0] for _ in range(world)]
     optimizers = [OPTIMIZERS[optimizer_name](replica.parameters()) for replica in replicas]
     x, y = make()[1]
-    start = [tensor.clone() for tensor in state(replicas[0])]
-    momentum = [torch.zeros_like(tensor) for tensor in start]
-    pending: tuple[list[Tensor], list[list[Tensor]]] | None = None
-    seen = 0
     for window in range(max(len(rank["windows"]) for rank in told)):
         counts = [0] * world
         for replica, optimizer, rank, number in zip(replicas, optimizers, told, range(world), strict=True):
@@ -171,46 +165,15 @@ def judge(
                 counts[number] += size
         if not sum(counts):
             continue
-        seen += sum(counts)
         weights = [count / sum(counts) for count in counts]
 
-        def average(weights: list[float] = weights) -> tuple[list[Tensor], list[list[Tensor]]]:
-            own = [[tensor.clone() for tensor in state(replica)] for replica in replicas]
-            mean = [sum(w * t for w, t in zip(weights, each, strict=True)) for each in zip(*own, strict=True)]
-            return mean, own
-
-        if policy.overlap:
-            for each in zip(*map(running, replicas), strict=True):  # these agree at once
-                value = sum(w * t for w, t in zip(weights, each, strict=True))
-                torch._foreach_copy_(list(each), [value] * world)
-            if pending is not None:
-                correct(replicas, *pending)
-            pending = average()
-            if seen % ROWS == 0:  # the end of an epoch
-                correct(replicas, *pending)
-                correct(replicas, *average())
-                pending = None
-            continue
-        mean, _ = average()
-        if policy.outer is not None:
-            for index, (before, after) in enumerate(zip(start, mean, strict=True)):
-                if index >= len(start) - 2:
-                    continue  # the running statistics
-                change = before - after
-                momentum[index] = policy.outer.momentum * momentum[index] + change
-                start[index] = before - policy.outer.lr * (change + policy.outer.momentum * momentum[index])
-                mean[index] = start[index]
+        own = [[tensor.clone() for tensor in state(replica)] for replica in replicas]
+        mean = [sum(w * t for w, t in zip(weights, each, strict=True)) for each in zip(*own, strict=True)]
         for replica in replicas:
             for tensor, value in zip(state(replica), mean, strict=True):
                 tensor.copy_(value)
     norm = replicas[0].norm
     return torch.cat([flat(replicas[0]), norm.running_mean, norm.running_var])
-
-
-def correct(replicas: list[Net], mean: list[Tensor], own: list[list[Tensor]]) -> None:
-    for replica, before in zip(replicas, own, strict=True):
-        for tensor, value, was in zip(state(replica), mean, before, strict=True):
-            tensor.add_(value - was)
 
 
 @pytest.mark.parametrize(
@@ -220,13 +183,8 @@ def correct(replicas: list[Net], mean: list[Tensor], own: list[list[Tensor]]) ->
         ("cadence", "sgd", 3, 3),
         ("async", "adamw_fused", 2, None),
         ("async", "adafactor", 3, None),
-        ("overlap", "adamw", 2, None),
-        ("overlap", "sgd", 3, None),
-        ("outer", "sgd", 2, None),
         ("cadence", "adamw", 1, None),
         ("async", "sgd", 1, 3),
-        ("overlap", "adamw", 1, None),
-        ("outer", "sgd", 1, None),
     ],
 )
 def test_the_weights_are_those_of_replicas_stepped_in_turn(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import potluck
-from potluck import Async, Cadence, DataStore, HybridShard, NoShard, Outer, Pipeline, Stages, Sync
+from potluck import Async, Cadence, DataStore, HybridShard, NoShard, Pipeline, Stages, Sync
 from potluck.coded_numbers import CODINGS
 from potluck.engine.means import CodedLinkMean
 from potluck.engine.moments import Moments
@@ -51,60 +51,48 @@ def move(model: Small, window: int, rank: int) -> None:
         model.running.add_(rank + 1.0)
 
 
-def windows(wire: str, overlap: bool) -> dict[str, Any]:
+def windows(wire: str) -> dict[str, Any]:
     with potluck.init() as fleet:
         link, model = GroupLink(owned=False), Small()
         replica = Replica(model, torch.optim.SGD(model.parameters(), lr=1.0), link, fleet.device, StepConfig())
-        delta = WindowDelta(replica, CodedLinkMean(link, CODINGS[wire]), overlap=overlap)
+        delta = WindowDelta(replica, CodedLinkMean(link, CODINGS[wire]))
         weight, states = WEIGHTS[link.rank], []
         for window in range(WINDOWS):
             delta.begin()
             move(model, window, link.rank)
-            if delta.is_pending:
-                delta.apply()
             delta.end(weight)
-            if not overlap:
-                delta.apply()
+            delta.apply()
             states.append(model.weight.detach().clone().view(-1))
-        delta.settle(weight)
+        delta.settle()
         kept = replica.outer.kept["weight"][RESIDUAL].clone().view(-1)
         return {"weights": model.weight.detach().view(-1), "off": model.off, "states": states, "left": kept} | {
             "running": model.running
         }
 
 
-def in_one_process(wire: str, overlap: bool) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+def in_one_process(wire: str) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Where each window ends on rank 0, what all agree on at last, and what was left out of what each sent."""
     agreed, own = Small().weight.detach().view(-1), [Small().weight.detach().view(-1) for _ in range(WORLD)]
     left, states = [torch.zeros(370) for _ in range(WORLD)], []
-    on_its_way: Tensor | None = None
     for window in range(WINDOWS):
         starts = own
         own = [start + moved_by(window, rank) for rank, start in enumerate(starts)]
-        if overlap and on_its_way is not None:
-            changes = [start - end for start, end in zip(starts, own, strict=True)]
-            agreed = agreed - on_its_way
-            own = [agreed - change for change in changes]
-            starts = [agreed] * WORLD
         total = torch.zeros(370)
         for rank in range(WORLD):
             change = torch.cat([(starts[rank] - own[rank]) * WEIGHTS[rank], torch.zeros(70)]) + left[rank]
             sent = rounded(wire, change)
             left[rank] = change - sent
             total = sent if rank == 0 else total + sent
-        on_its_way = rounded(wire, total)[:300]
-        if not overlap:
-            agreed = agreed - on_its_way
-            own = [agreed] * WORLD
-        states.append(own[0])
-    return states, agreed - on_its_way if overlap and on_its_way is not None else agreed, left
+        agreed = agreed - rounded(wire, total)[:300]
+        own = [agreed] * WORLD
+        states.append(agreed)
+    return states, agreed, left
 
 
 @wires
-@pytest.mark.parametrize("overlap", [False, True])
-def test_replicas_hold_the_bits_of_one_process_with_the_same_rounding(wire: str, overlap: bool) -> None:
-    found = run_ranks(WORLD, windows, wire, overlap)
-    states, agreed, left = in_one_process(wire, overlap)
+def test_replicas_hold_the_bits_of_one_process_with_the_same_rounding(wire: str) -> None:
+    found = run_ranks(WORLD, windows, wire)
+    states, agreed, left = in_one_process(wire)
     for window, state in enumerate(states):
         assert torch.equal(found[0]["states"][window], state), window
     shared = rounded(wire, sum((rounded(wire, each) for each in left[1:]), rounded(wire, left[0]))) / WORLD
@@ -119,11 +107,11 @@ def test_replicas_hold_the_bits_of_one_process_with_the_same_rounding(wire: str,
 @wires
 def test_what_was_left_out_comes_later(wire: str) -> None:
     """What arrived in all is what was sent in all, but for what is still left and how means were rounded."""
-    found = run_ranks(WORLD, windows, wire, False)
+    found = run_ranks(WORLD, windows, wire)
     exact = Small().weight.detach().view(-1) + sum(
         weight * moved_by(window, rank) for window in range(WINDOWS) for rank, weight in enumerate(WEIGHTS)
     )
-    _, agreed, left = in_one_process(wire, False)
+    _, agreed, left = in_one_process(wire)
     off = (agreed - exact).norm() / (exact - Small().weight.detach().view(-1)).norm()
     assert off < {"bf16": 0.01, "int8": 0.02, "int4": 0.2}[wire]
     assert torch.equal(found[1]["weights"], agreed) and all(each.abs().max() < 1 for each in left)
@@ -177,8 +165,6 @@ def test_what_optimizers_keep_has_the_bits_of_one_process(wire: str) -> None:
 POLICIES = {
     "cadence": Cadence.published(anchor=2),
     "async": Async.published(anchor=2),
-    "overlap": Cadence.published(anchor=2, overlap=True),
-    "outer": Async.published(anchor=2, outer=Outer(lr=0.7, momentum=0.9)),
     "moments": Async.published(anchor=2, moments=True),
     "together": Cadence.published(anchor=2, together=0.3),
 }
@@ -209,9 +195,7 @@ def test_replicas_of_nodes_do_too() -> None:
     assert all(torch.equal(found[0]["weights"], each["weights"]) for each in found)
 
 
-@pytest.mark.parametrize(
-    "policy", [Sync(balance=False), Async.published(anchor=2), Cadence.published(anchor=2, overlap=True)]
-)
+@pytest.mark.parametrize("policy", [Sync(balance=False), Async.published(anchor=2), Cadence.published(anchor=2)])
 @pytest.mark.parametrize("meets", ["group", "store"])
 def test_replicas_of_stages_do_too(policy: Any, meets: str, tmp_path: Path) -> None:
     protocol = Pipeline(micro_batch_size=4) if meets == "group" else DataStore(url=f"file://{tmp_path}")
@@ -256,7 +240,7 @@ def saved_and_loaded() -> dict[str, Tensor]:
 
         model, replica, delta = begin()
         go(model, delta, range(2))
-        delta.settle(0.5)
+        delta.settle()
         saved, weights = copy.deepcopy((replica.optimizer.state_dict(), model.state_dict()))
         assert saved["state"][0][RESIDUAL].any()
         continued = go(model, delta, range(2, 4))

@@ -79,8 +79,7 @@ def through_node(replica: nn.Module, batch: list[list[list[int]]], x: Tensor, y:
         ("cadence", "adamw", 24, None, 0.0),
         ("cadence", "sgd", 25, 4, 0.0),
         ("async", "adamw_fused", 25, None, 0.02),
-        ("overlap", "sgd", 24, None, 0.0),
-        ("outer", "sgd", 15, None, 0.0),
+        ("cadence", "sgd", 15, None, 0.0),
     ],
 )
 def test_nodes_end_where_replicas_stepped_in_turn_end(

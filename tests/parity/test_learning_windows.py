@@ -92,7 +92,7 @@ def lr_at(rows: float, peak: float, has_schedule: bool) -> float:
 
 @torch.no_grad()
 def judge(policy: Any, optimizer_name: str, told: list[dict[str, Any]], has_schedule: bool = True) -> Tensor:
-    world, averages = len(told), policy.moments is not False  # the policies here neither overlap nor have an outer one
+    world, averages = len(told), policy.moments is not False
     replicas = [make()[0] for _ in range(world)]
     optimizers = [OPTIMIZERS[optimizer_name](replica.parameters()) for replica in replicas]
     peak, is_divided = optimizers[0].param_groups[0]["lr"], optimizer_name != "sgd"

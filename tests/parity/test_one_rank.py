@@ -135,9 +135,7 @@ def test_each_operation_of_a_link_works_in_a_group_of_one() -> None:
     assert run_ranks(1, each_operation) == [True]
 
 
-@pytest.mark.parametrize(
-    "policy", [Cadence.published(anchor=2), Async.published(anchor=4), Cadence.published(overlap=True)], ids=repr
-)
+@pytest.mark.parametrize("policy", [Cadence.published(anchor=2), Async.published(anchor=4)], ids=repr)
 def test_a_policy_that_averages_replicas_has_nothing_to_average_in_a_group_of_one(policy: Any, tmp_path: Path) -> None:
     found = run_ranks(1, ours, NoShard(), str(tmp_path), policy, timeout_s=110)[0]
     expected = plain()

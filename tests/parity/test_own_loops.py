@@ -484,10 +484,9 @@ def test_passes_of_exactly_len_batches_are_whole(rows: int, stages: Any) -> None
     [
         (2, potluck.Cadence.published(anchor=1, max_anchor=1), None),
         (2, potluck.Async.published(anchor=2, max_anchor=2), None),
-        (2, potluck.Cadence.published(anchor=1, max_anchor=1, overlap=True), None),
         (4, potluck.Cadence.published(anchor=1, max_anchor=1), STAGES),
     ],
-    ids=["cadence", "async", "overlap", "stages"],
+    ids=["cadence", "async", "stages"],
 )
 def test_passes_of_exactly_len_batches_use_each_row_once_in_windows(world: int, policy: Any, stages: Any) -> None:
     found = run_ranks(world, by_len, policy, 60, "len", stages, timeout_s=30)

@@ -97,8 +97,8 @@ def together(told: list[dict[str, Any]]) -> Tensor:
     [
         ("cadence", "adamw", 24, Pipeline(micro_batch_size=4)),
         ("async", "sgd", 25, Pipeline(micro_batch_size=5, schedule="zero-bubble")),
-        ("overlap", "sgd", 24, Direct()),
-        ("outer", "sgd", 15, Pipeline(micro_batch_size=3, schedule="gpipe")),
+        ("cadence", "sgd", 24, Direct()),
+        ("async", "sgd", 15, Pipeline(micro_batch_size=3, schedule="gpipe")),
     ],
 )
 def test_replicas_of_stages_end_where_replicas_stepped_in_turn_end(

@@ -179,17 +179,6 @@ def test_a_window_counts_as_its_steps() -> None:
             assert torch.equal(parameter, was + 1)
 
 
-def test_an_average_needs_weights_that_all_agree_on() -> None:
-    with (
-        pytest.raises(PotluckError, match="Switch overlap off"),
-        potluck.init(potluck.Cadence.published(anchor=2, max_anchor=2, overlap=True)) as fleet,
-    ):
-        model, optimizer, data = make()
-        potluck.Trainer(
-            model, optimizer, data, loss=loss_of, batch_size=6, folder="x", engine=fleet, config=FitConfig(ema=0.9)
-        )
-
-
 # The early end and the best checkpoint
 
 

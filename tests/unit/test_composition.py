@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from potluck import composition
-from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync
+from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Sync
 from potluck.composition import MOST_RANKS, Composition, Wanted, compose, ranks_per_worker, settled
 from potluck.errors import ConfigError
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -26,12 +26,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 POLICIES: dict[str, ApplyPolicy] = {
     "Sync": Sync(),
     "Cadence": Cadence(),
-    "Cadence(overlap)": Cadence(overlap=True),
-    "Cadence(outer)": Cadence(outer=Outer()),
     "Cadence.published()": Cadence.published(),
     "Async": Async(),
-    "Async(overlap)": Async(overlap=True),
-    "Async(outer)": Async(outer=Outer()),
     "Auto": Auto(),
 }
 STRATEGIES: dict[str, ShardingStrategy] = {

@@ -195,5 +195,16 @@ def test_what_was_removed_is_refused_with_what_to_do_instead_and_passed_over_whe
         read('strategy = {kind = "shard_grad_op", buddy = true}')
     old = read('strategy = {kind = "full_shard", weights = [], buddy = false, buddy_every = 10}')
     assert old.strategy == potluck.FullShard()
+    for settings, said in (
+        ({"overlap": True}, "policy.overlap was removed"),
+        ({"outer": {"lr": 0.7}}, "policy.outer was"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            potluck.Cadence(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"policy\.overlap was removed: .* use longer windows"):
+        read('policy = {kind = "async", overlap = true}')
+    with pytest.raises(ConfigError, match=r"policy\.outer was removed"):
+        _ = potluck.Outer  # type: ignore[attr-defined]
+    assert read('policy = {kind = "cadence", overlap = false}').policy == potluck.Cadence()
     with pytest.raises(ConfigError, match=r"no setting strategy\.budy"):
         read('strategy = {kind = "full_shard", budy = true}')

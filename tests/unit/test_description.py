@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.agree.policy import Async, Auto, Cadence, Outer, Sync
+from potluck.agree.policy import Async, Auto, Cadence, Sync
 from potluck.errors import TheirProtocolError
 from potluck.fleet import description
 from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part, settings_of
@@ -48,11 +48,9 @@ def test_a_policy_comes_back_with_all_that_windows_are_planned_by() -> None:
     assert WINDOWED.windowed == Async.published(max_batch_diff=3)
     for policy in (
         Cadence.published(anchor=4, overhead_target=0.2),
-        Cadence.published(overlap=True),
-        Cadence.published(outer=Outer(lr=0.5)),
         Async.published(together=0.25, moments=True),
         Cadence(),
-        Async(overlap=True),
+        Async(together=0.0),
         Auto(),
         Auto(together=0.0),
     ):
@@ -190,12 +188,9 @@ MALFORMED = {
     "overhead_target a string": changed(policy="async", settings=WINDOWED.settings | {"overhead_target": "0.1"}),
     "overhead_target infinite": changed(policy="async", settings=WINDOWED.settings | {"overhead_target": float("inf")}),
     "threshold NaN": changed(policy="async", settings=WINDOWED.settings | {"divergence_threshold": float("nan")}),
-    "overlap a number": changed(policy="async", settings=WINDOWED.settings | {"overlap": 1}),
-    "outer a list": changed(policy="async", settings=WINDOWED.settings | {"outer": [0.7, 0.9]}),
-    "outer with more": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": 0.7, "more": 1}}),
-    "outer with a switch": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": True}}),
-    "outer with too much": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": 10**400}}),
-    "outer of sync": changed(settings={"outer": {"lr": 0.7, "momentum": 0.9}}),
+    "overlap, which was removed": changed(policy="async", settings=WINDOWED.settings | {"overlap": True}),
+    "outer, which was removed": changed(policy="async", settings=WINDOWED.settings | {"outer": {"lr": 0.7}}),
+    "moments a number": changed(policy="async", settings=WINDOWED.settings | {"moments": 1}),
     "rows_limit below 0": changed(rows_limit=-1),
     "rows_limit a float": changed(rows_limit=1.0),
     "data a list": changed(data=[]),
@@ -303,8 +298,7 @@ def test_a_difference_is_a_sentence(change: dict[str, Any], sentence: str) -> No
         ("anchor", 5, "This run has policy.anchor = 10, and you have 5."),
         ("max_batch_diff", None, "This run has policy.max_batch_diff = 3, and you have None."),
         ("divergence_threshold", 0.1, "This run has policy.divergence_threshold = 0.05, and you have 0.1."),
-        ("overlap", True, "This run has policy.overlap = False, and you have True."),
-        ("outer", {"lr": 0.5}, "This run has policy.outer = None, and you have {'lr': 0.5}."),
+        ("moments", True, "This run has policy.moments = False, and you have True."),
     ],
 )
 def test_a_differing_setting_of_the_policy_is_named(name: str, value: Any, sentence: str) -> None:

@@ -5,7 +5,6 @@ import socket
 import struct
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ HELD = [
 
 def there_and_back() -> list[Any]:
     link = connect(torch.device("cpu"), 20.0)
-    parts = NodeParts(link, PARTS, HELD[link.rank])
+    parts = NodeParts(link, PARTS, HELD[link.rank], before_next=lambda: None)
     found: list[Any] = []
     for index, part in enumerate(PARTS[:2]):
         mine = [torch.arange(100.0 * index, 100.0 * index + part.floats)[a:b] for a, b in HELD[link.rank][index]]
@@ -68,10 +67,10 @@ def test_a_part_is_whole_on_the_first_rank_and_each_gets_its_own_numbers_back() 
     assert second == [None, [2, 3, 7, 8, 9], None, [], [7, 8]]
 
 
-def as_parts_leave(is_next_alone: bool) -> list[Any]:
+def as_parts_leave() -> list[Any]:
     link = connect(torch.device("cpu"), 20.0)
     left: list[int] = []
-    parts = NodeParts(link, PARTS, HELD[link.rank], before_next=(lambda: left.append(1)) if is_next_alone else None)
+    parts = NodeParts(link, PARTS, HELD[link.rank], before_next=lambda: left.append(1))
     wholes = []
     for index in range(2):
         held = sum(end - start for start, end in HELD[link.rank][index])
@@ -79,18 +78,16 @@ def as_parts_leave(is_next_alone: bool) -> list[Any]:
     return [len(left), *(whole.tolist() for whole in wholes if whole is not None)]
 
 
-@pytest.mark.parametrize("is_next_alone", [False, True])
-def test_a_part_is_there_until_it_has_left(is_next_alone: bool) -> None:
-    """Which the next one waits for, or has memory of its own."""
-    (left, first, second), _ = run_ranks(2, partial(as_parts_leave, is_next_alone))
-    assert left == (2 if is_next_alone else 0) and second == [2.0] * 3
-    assert first == ([2.0] * 3 + [1.0] * 7 if is_next_alone else [1.0] * 10)
+def test_a_part_is_there_until_the_next_one_takes_its_memory() -> None:
+    """Which waits until it has left."""
+    (left, first, second), _ = run_ranks(2, as_parts_leave)
+    assert left == 2 and second == [2.0] * 3 and first == [2.0] * 3 + [1.0] * 7
 
 
 def with_a_gap() -> str:
     link = connect(torch.device("cpu"), 20.0)
     with pytest.raises(PotluckError) as caught:
-        NodeParts(link, PARTS[:1], [[(0, 2)]] if link.rank == 0 else [[(3, 10)]])
+        NodeParts(link, PARTS[:1], [[(0, 2)]] if link.rank == 0 else [[(3, 10)]], before_next=lambda: None)
     return str(caught.value)
 
 
@@ -116,7 +113,7 @@ class Spoken:
             ConnectionLost("it hung up"),
         ]
 
-    def take_averages_one_by_one(self, *, keeps_each: bool) -> None:
+    def take_averages_one_by_one(self) -> None:
         pass
 
     def say(self, sentence: str) -> None:
@@ -220,32 +217,6 @@ def test_averages_that_nobody_has_taken_yet_stay_what_they_were_when_the_host_ha
     found = [(a.step, a.part, a.floats.tolist()) for a in heard if isinstance(a, AverageReady)]
     assert found == [(6, 0, [1.0] * 10), (6, 1, [2.0] * 3), (6, 2, [3.0] * 2)]
     assert [type(each) for each in heard[3:]] == [Committed, ConnectionLost]
-
-
-def test_averages_are_read_before_anybody_takes_them_where_each_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after some that nobody wants, whose memory is as small as they are."""
-    monkeypatch.setattr("potluck.fleet.host_connector.connect_local", lambda port: None)
-    sent = [
-        Welcome(3, 20_000, ""),
-        AveragedNonBlockGradient(5, BUFFERS, np.full(2, 9.0, np.float32)),
-        AveragedBlockGradient(6, 1, np.full(10, 1.0, np.float32), np.array([4, 6], "<u4")),
-        AveragedBlockGradient(6, 0, np.full(3, 2.0, np.float32), np.array([3], "<u4")),
-        Committed(6, 1, 1.0, 0.5, b"", 3, 0, '{"workers": []}'),
-    ]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = Client(Invite("127.0.0.1", listener.getsockname()[1], "", None), name="n", kind="cpu", say=print)
-        client.description = replace(DESCRIBED, parts=tuple(PARTS))
-        client.take_averages_one_by_one(keeps_each=True)
-        client.pass_over_until(5)
-        threading.Thread(target=client.connect, daemon=True).start()
-        connection, _ = listener.accept()
-        connection.sendall(b"".join(map(encode, sent)))
-        wait_until(lambda: client.session is not None and len(client.session.inbox) == 3)  # type: ignore[attr-defined]
-        heard = [client.receive_any() for _ in range(3)]
-        client.close()
-        connection.close()
-    found = [(a.step, a.part, a.floats.tolist()) for a in heard if isinstance(a, AverageReady)]
-    assert found == [(6, 0, [1.0] * 10), (6, 1, [2.0] * 3)] and isinstance(heard[2], Committed)
 
 
 # How ranks come together

@@ -1,4 +1,4 @@
-"""What an outer optimizer keeps goes with the inner one's state, and never into it."""
+"""What a run keeps of each parameter beside the optimizer goes with the optimizer's state, and never into it."""
 
 import copy
 from collections.abc import Callable
@@ -9,12 +9,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from potluck.agree.policy import Outer
-from potluck.engine.means import HostMean
 from potluck.engine.replica import Replica, StepConfig
-from potluck.engine.window_delta import WindowDelta
 from potluck.link.link import Alone
 from potluck.save import state
+from potluck.save.checkpoint_folder import AVERAGE
 
 Make = Callable[[Any], Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -39,18 +37,22 @@ class Net(nn.Module):
 
 
 class Worker:
-    def __init__(self, make: Make, outer: Outer | None = Outer(), *, offload: bool = False) -> None:
+    def __init__(self, make: Make, *, keeps: bool = True, offload: bool = False) -> None:
         self.model = Net()
         optimizer = make([p for name, p in self.model.named_parameters() if name != "not_stepped"])
         config = StepConfig(offload_optimizer=offload)
         self.replica = Replica(self.model, optimizer, Alone(), torch.device("cpu"), config)
-        self.mean = HostMean(lambda part, numbers: None, lambda: None)
-        self.delta = WindowDelta(self.replica, self.mean, outer)
+        outer = self.replica.outer
+        if keeps:
+            outer.kept |= {
+                n: {AVERAGE: torch.zeros_like(p)} for n, p in self.model.named_parameters() if n in outer.names.values()
+            }
 
-    def agree(self, seed: int) -> None:
+    def follow(self, seed: int) -> None:
+        """What is kept changes."""
         draw = torch.Generator().manual_seed(seed)
-        self.mean.take([torch.randn(part.floats, generator=draw) for part in self.mean.described])
-        self.delta.apply()
+        for known in self.replica.outer.kept.values():
+            known[AVERAGE].copy_(torch.randn(known[AVERAGE].shape, generator=draw))
 
     def train(self) -> None:
         self.replica.arm(last=True)
@@ -63,47 +65,44 @@ class Worker:
     def load(self, tensors: dict[str, torch.Tensor], told: dict[str, Any], model: dict[str, torch.Tensor]) -> None:
         self.model.load_state_dict(model)
         state.load_optimizer(self.replica.optimizer, self.replica.names, tensors, told)
-        self.delta.start_anew()
-
-
-def assert_same(a: Worker, b: Worker) -> None:
-    """But for what no optimizer has: no run changes that, as these means do."""
-    pairs = zip(a.model.named_parameters(), b.model.parameters(), strict=True)
-    assert all(torch.equal(x, y) for (name, x), y in pairs if name != "not_stepped")
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["here", "on the host"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_newcomer_goes_on_as_the_one_that_told_it(make: Make, offload: bool) -> None:
+def test_a_newcomer_finds_what_the_one_that_told_it_keeps(make: Make, offload: bool) -> None:
     """Also before the first step of the optimizer, whose own state has not begun then."""
     first, newcomer = Worker(make, offload=offload), Worker(make)
-    first.agree(1)
-    for number in range(2, 4):
+    for number in range(1, 3):
+        first.follow(number)
         newcomer.load(*copy.deepcopy(first.save()))
+        held = set(first.replica.outer.kept) - {"not_stepped"}
+        assert held == set(newcomer.replica.outer.loaded) and held
+        for name in held:
+            assert torch.equal(newcomer.replica.outer.loaded[name][AVERAGE], first.replica.outer.kept[name][AVERAGE])
         for worker in (first, newcomer):
-            worker.agree(number)
-            worker.delta.begin()
             worker.train()
-            worker.delta.end(1.0)
-            worker.agree(10 * number)
-        assert_same(first, newcomer)
+        pairs = zip(first.model.parameters(), newcomer.model.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
     assert all(not str(key).startswith("outer") for known in first.replica.optimizer.state.values() for key in known)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_where_there_is_no_outer_optimizer_nothing_of_it_stays(make: Make) -> None:
-    first, plain = Worker(make), Worker(make, None)
-    first.agree(1)
+def test_where_nothing_is_kept_nothing_of_it_stays(make: Make) -> None:
+    first, plain = Worker(make), Worker(make, keeps=False)
+    first.follow(1)
     plain.load(*first.save())
     plain.train()
     assert not any("outer" in name for name in plain.save()[0])
 
 
-def test_a_checkpoint_without_it_begins_at_rest() -> None:
-    plain, worker, fresh = (Worker(OPTIMIZERS["adam"], outer) for outer in (None, Outer(), Outer()))
-    plain.train()
-    worker.agree(1)
-    for each in (worker, fresh):
-        each.load(*copy.deepcopy(plain.save()))
-        each.agree(2)
-    assert_same(worker, fresh)
+def test_the_momentum_of_a_checkpoint_from_before_outer_was_removed_is_passed_over() -> None:
+    old, plain = Worker(OPTIMIZERS["adam"]), Worker(OPTIMIZERS["adam"], keeps=False)
+    for known in old.replica.outer.kept.values():
+        known["outer_momentum"] = known.pop(AVERAGE)
+    old.train()
+    saved = old.save()
+    assert any("outer_momentum" in name for name in saved[0])
+    plain.load(*copy.deepcopy(saved))
+    for worker in (old, plain):
+        worker.train()
+    assert all(torch.equal(a, b) for a, b in zip(old.model.parameters(), plain.model.parameters(), strict=True))

@@ -1,7 +1,6 @@
 """What a window changed in a model: it travels as parts, and the model goes back and forth to the bit."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -36,13 +35,13 @@ def train(model: nn.Module, seed: int) -> None:
 class Worker:
     """A model, and what its windows send to a host."""
 
-    def __init__(self, model: nn.Module | None = None, coding: Coding | None = None, **options: Any) -> None:
+    def __init__(self, model: nn.Module | None = None, coding: Coding | None = None) -> None:
         self.model = model or make_model()
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.sent: list[torch.Tensor] = []
         self.mean = HostMean(lambda part, numbers: self.sent.append(numbers.clone()), self.sent.clear, coding=coding)
         replica = Replica(self.model, optimizer, Alone(), torch.device("cpu"), StepConfig())
-        self.delta = WindowDelta(replica, self.mean, **options)
+        self.delta = WindowDelta(replica, self.mean)
 
     def apply(self, means: list[torch.Tensor], exact: bytes = b"") -> float:
         self.mean.take(means, exact)
@@ -131,152 +130,18 @@ def test_parameters_that_cannot_travel_are_refused() -> None:
         Worker(nn.Linear(2, 2, dtype=torch.complex64))
 
 
-# Overlap under a host
-
-
-class PlainWorker:
-    """The same by dictionaries of tensors: what it holds, and where its part began."""
-
-    def __init__(self) -> None:
-        self.model = make_model()
-        self.start = state(self.model)
-
-    def train(self, seed: int) -> None:
-        self.start = state(self.model)
-        train(self.model, seed)
-
-    def changed(self) -> dict[str, torch.Tensor]:
-        now = self.model.state_dict()
-        return {name: torch.where(was == now[name], 0, was - now[name]) for name, was in self.start.items()}
-
-    def put(self, agreed: dict[str, torch.Tensor], changed: dict[str, torch.Tensor] | None = None) -> None:
-        changed = changed or {name: torch.zeros_like(value) for name, value in agreed.items()}
-        self.model.load_state_dict({name: value - changed[name] for name, value in agreed.items()})
-
-
-def plain_mean(changes: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """By their weights, 3 and 1; what has no mean is the first one's."""
-    first, second = changes
-    return {
-        name: (3 * first[name] + second[name]) / 4 if first[name].is_floating_point() else first[name] for name in first
-    }
-
-
-class FakeHost:
-    def __init__(self, workers: list[Worker]) -> None:
-        self.workers = workers
-        self.sent: dict[int, list[torch.Tensor]] = {}
-        self.exact = b""
-
-    def hear(self, worker: Worker, number: int) -> None:
-        if number == 0:
-            self.exact = worker.delta.exact()
-        worker.delta.end((3.0, 1.0)[number])
-        self.sent[number] = list(worker.sent)
-
-    def mean(self) -> tuple[list[torch.Tensor], bytes]:
-        return [(self.sent[0][part] + self.sent[1][part]) / 4 for part in range(len(self.sent[0]))], self.exact
-
-
-def agreed_of(worker: Worker) -> dict[str, torch.Tensor]:
-    with worker.delta.as_agreed():
-        return state(worker.model)
-
-
-def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
-
-
-def test_with_overlap_each_goes_on_from_its_own_end_and_keeps_what_it_changes() -> None:
-    workers, plain = [Worker(overlap=True) for _ in range(2)], [PlainWorker() for _ in range(2)]
-    host, agreed = FakeHost(workers), state(plain[0].model)
-    sums: dict[str, torch.Tensor] = {}
-    for window in range(4):
-        for number, (worker, own) in enumerate(zip(workers, plain, strict=True)):
-            worker.delta.begin()
-            train(worker.model, 10 * window + number)
-            own.train(10 * window + number)
-            close(state(worker.model), state(own.model))
-        changes = [own.changed() for own in plain]
-        if window:  # the window before is agreed on now
-            means = host.mean()
-            agreed = {name: value - sums[name] for name, value in agreed.items()}
-            for worker, own, changed in zip(workers, plain, changes, strict=True):
-                worker.apply(*means)
-                own.put(agreed, changed)
-                close(state(worker.model), state(own.model))
-                assert worker.delta.is_open and not worker.delta.is_agreed
-        assert_same(agreed_of(workers[0]), agreed_of(workers[1]))
-        close(agreed_of(workers[0]), agreed)
-        sums = plain_mean(changes)
-        for number, worker in enumerate(workers):
-            host.hear(worker, number)
-    assert not torch.equal(workers[0].model[0].weight, workers[1].model[0].weight)
-    for worker in workers:
-        worker.apply(*host.mean())
-        assert worker.delta.is_agreed
-    assert_same(state(workers[0].model), state(workers[1].model))
-    close(state(workers[0].model), {name: value - sums[name] for name, value in agreed.items()})
-
-
-def test_with_overlap_the_part_of_one_that_is_lost_is_done_from_what_all_agreed_on() -> None:
-    """While a part of the next window is under way, or is done and waits."""
-    for is_under_way in (True, False):
-        worker, plain, other = Worker(overlap=True), PlainWorker(), PlainWorker()
-        host, start = FakeHost([worker]), state(plain.model)
-        worker.delta.begin()
-        train(worker.model, 1)
-        plain.train(1)
-        host.hear(worker, 0)
-        first = plain.changed()
-        worker.delta.begin()
-        train(worker.model, 2)
-        plain.train(2)
-        ahead = plain.changed()
-        worker.delta.begin(again=True)
-        assert_same(state(worker.model), start)
-        train(worker.model, 3)
-        other.train(3)
-        host.hear(worker, 1)
-        worker.apply(*host.mean())
-        moved = plain_mean([first, other.changed()])
-        agreed = {name: value - moved[name] for name, value in start.items()}
-        plain.put(agreed, ahead)
-        close(state(worker.model), state(plain.model))
-        close(agreed_of(worker), agreed)
-        if is_under_way:
-            train(worker.model, 4)
-            plain.start = agreed
-            train(plain.model, 4)
-            ahead = plain.changed()
-        host.hear(worker, 0)
-        for sent, part in zip(host.sent[0], worker.mean.described, strict=True):
-            assert len(sent) == part.floats
-        trained = [p for p in plain.model.named_parameters() if p[1].requires_grad]
-        assert sum(float(part.double().square().sum()) for part in host.sent[0][:-1]) == pytest.approx(
-            sum(float((3 * ahead[name]).double().square().sum()) for name, _ in trained), rel=1e-4
-        )
-
-
-def test_with_overlap_whatever_is_forgotten_the_model_is_what_all_agreed_on() -> None:
-    worker = Worker(overlap=True)
+def test_a_part_that_is_begun_and_never_sent_leaves_no_trace() -> None:
+    """Another part begins instead, or the window is agreed on without it."""
+    worker = Worker()
     agreed = state(worker.model)
-    for parts in (1, 2):
-        for part in range(parts):
-            worker.delta.begin()
-            train(worker.model, part)
-            if part + 1 < parts:
-                worker.delta.end(1.0)
-        own = state(worker.model)
-        assert_same(agreed_of(worker), agreed)
-        assert_same(state(worker.model), own)
-        found = worker.delta.agreed()
-        assert all(torch.equal(found[id(p)], agreed[n]) for n, p in worker.model.named_parameters() if p.requires_grad)
-        worker.delta.forget()
-        assert_same(state(worker.model), agreed)
-        assert worker.delta.is_agreed and not worker.delta.is_pending
-    worker.apply([torch.ones(part.floats) for part in worker.mean.described])  # a replay
+    worker.delta.begin()
+    train(worker.model, 1)
+    worker.delta.begin()
+    assert_same(state(worker.model), agreed)
+    train(worker.model, 2)
+    found = worker.delta.agreed()
+    assert all(torch.equal(found[id(p)], agreed[n]) for n, p in worker.model.named_parameters() if p.requires_grad)
+    worker.apply([torch.ones(part.floats) for part in worker.mean.described])
     assert torch.equal(worker.model[0].weight, agreed["0.weight"] - 1)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from potluck.agree.policy import ApplyPolicy, Async, Cadence, Outer, Sync
+from potluck.agree.policy import ApplyPolicy, Async, Cadence, Sync
 from potluck.agree.shares import share_out
 from potluck.agree.windows import Divergence, RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
 from potluck.data.plan import even_batches
@@ -174,9 +174,6 @@ def test_a_window_is_planned_for_somebody(policy: Cadence | Async) -> None:
     [
         (Cadence, {"anchor": 0}, "anchor must be at least 1, not 0"),
         (Async, {"divergence_threshold": -0.1}, "divergence_threshold must be at least 0, not -0.1"),
-        (Cadence, {"overlap": True, "outer": Outer()}, "switch one of them off"),
-        (Outer, {"lr": 0.0}, "lr must be above 0"),
-        (Outer, {"momentum": 1.0}, "momentum must be in"),
         (Sync, {"shares": (0.0,)}, "shares must be positive"),
     ],
 )

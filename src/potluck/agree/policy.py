@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from potluck.agree.elche import ElChe
-from potluck.words import check_at_least, check_at_most
+from potluck.config import removed
+from potluck.words import check_at_least
 
 PUBLISHED_TARGET, MOST_BATCHES = 0.10, 200
 """As published."""
@@ -31,21 +32,15 @@ class Sync:
             raise ValueError(f"shares must be positive numbers, not {list(self.shares)}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outer:
-    """An outer optimizer for Cadence and Async: SGD with Nesterov momentum on each window's mean change. DiLoCo."""
-
-    lr: float = 0.7
-    """The step along the mean change; 1 without momentum takes it as it is."""
-    momentum: float = 0.9
-    """How much of the change of earlier windows each step keeps, in [0, 1)."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"lr must be above 0, not {self.lr}")
-        check_at_most("lr", self.lr, 1000, "0.7 is usual")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), not {self.momentum}")
+OVERLAP = (
+    "policy.overlap was removed: it learned less, and was no faster. Leave it out; where agreeing takes long, use"
+    " longer windows (policy.anchor, policy.max_anchor), or fewer bits (wire)."
+)
+OUTER = (
+    "policy.outer was removed: taking each window's mean change as it is learned more at nearly every length. Leave it"
+    " out; where replicas learn less than under Sync, use shorter windows (policy.max_anchor)."
+)
+_removed = removed(overlap=OVERLAP, outer=OUTER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,15 +62,11 @@ class _Windowed:
     learning. None: a window is as long as makes the way to a loss the shortest."""
     max_batch_diff: int | None = None
     """The most by which a replica's number of batches changes from one window to the next; None: no limit."""
-    overlap: bool = False
-    """Form a window's average while the next window computes, and merge it at that window's end. It learns less."""
-    outer: Outer | None = None
-    """Step along each window's mean change with this optimizer, instead of taking the change as it is."""
     together: float = 0.15
     """The share of the run, from its start, in which all agree in every step as under Sync: most is learned there."""
     moments: bool | None = None
     """Average what the optimizer keeps of each parameter, too; replicas then step farther, as noise makes their steps
-    shorter. None: yes, but not with overlap or outer."""
+    shorter. None: yes."""
 
     @classmethod
     def published(cls, **settings: Any) -> Self:
@@ -90,7 +81,7 @@ class _Windowed:
 
     @property
     def averages_moments(self) -> bool:
-        return self.moments if self.moments is not None else not self.overlap and self.outer is None
+        return self.moments is not False
 
     @property
     def drift_limit(self) -> float | None:
@@ -103,15 +94,12 @@ class _Windowed:
         return self.together > 0 or self.chooses
 
     def __post_init__(self) -> None:
-        if self.outer is not None and self.overlap:
-            raise ValueError("outer steps from the last average, which overlap has not yet; switch one of them off")
-        if self.moments and self.overlap:
-            raise ValueError("moments are averaged where replicas are equal, and with overlap they are not; choose one")
         if not 0 <= self.together <= 1:
             raise ValueError(f"together is a share of the run, from 0 to 1, not {self.together}")
         make_elche(self, 1)
 
 
+@_removed
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cadence(_Windowed):
     """Each replica steps its own optimizer; parameters are averaged once the slowest has done `anchor` batches.
@@ -123,6 +111,7 @@ class Cadence(_Windowed):
     kind: ClassVar[str] = "cadence"
 
 
+@_removed
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Async(_Windowed):
     """Like Cadence, but a window ends when each replica has done its own number of batches, and drift shortens it."""
@@ -142,6 +131,7 @@ class Async(_Windowed):
         check_at_least(0, divergence_threshold=self.divergence_threshold)
 
 
+@_removed
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Auto(_Windowed):
     """Sync as long as that is the shortest way to a loss, else Cadence in windows that lose the least; it says why.

@@ -158,20 +158,6 @@ class SavedBuffers:
                 values[index][where.to(value.device)] = value
         self.put(values)
 
-    def carried(self, before: Sequence[Tensor], now: Sequence[Tensor], to: Sequence[Tensor]) -> list[Tensor]:
-        """Other values `to`, with what has changed from `before` to `now`; what has no mean is as it is now."""
-        found = []
-        for index, (was, own, value) in enumerate(zip(before, now, to, strict=True)):
-            if index in self._floats:
-                change, has_none = _compare(wide(own), wide(was), LARGEST_FLOAT64)
-                moved = torch.where((change == 0).to(value.device), value, (wide(value) + change).to(value))
-                found.append(torch.where(has_none.to(own.device), own, moved))
-            elif value.dtype == torch.bool:
-                found.append(torch.where(own == was, value, own))
-            else:
-                found.append(value + (own - was))
-        return found
-
     def average(self, link: Link, weight: float, before: Sequence[Tensor]) -> None:
         """What has changed since then becomes the mean of the link's ranks, by weight; a collective."""
         if link.world == 1 or not self:

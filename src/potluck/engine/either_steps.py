@@ -74,9 +74,6 @@ class EitherSteps:
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         return self._turn_to(is_together=is_together(committed)).agree(committed, means)
 
-    def send_ahead(self, *, is_wanted: bool) -> None:
-        self._now.send_ahead(is_wanted=is_wanted)
-
     # What all agreed on
 
     def hash_weights(self) -> tuple[str, Tensor]:

@@ -93,7 +93,6 @@ def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
                 sender.send,
                 sender.begin,
                 client,  # type: ignore[arg-type]
-                goes_ahead=window.overlap,
                 coding=coding,
                 has_moments=has_moments,
                 norms_on=norms_on,

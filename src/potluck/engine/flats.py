@@ -19,16 +19,8 @@ class FlatBuffer:
         self.runs = runs
         self.tensors = [run.parameter.data for run in runs]
         self.sum = allocate(sum(tensor.numel() for tensor in self.tensors), self.tensors[0])
-        """What leaves, weighted; over a link, the sum of all replicas' takes its place."""
-        self.start = self.sum
-        """Where this replica stood when the part of the window began, or when its mean was begun."""
-        self.agreed = self.sum
-        """What all agreed on last, while the parameters are elsewhere."""
-        self.momentum = self.sum
-        """The outer optimizer's, where there is one."""
-
-    def another(self) -> Tensor:
-        return torch.empty_like(self.sum)
+        """What leaves, weighted; over a link, the sum of all replicas' takes its place. Where changes travel, what all
+        agreed on last lies here while the parameters are elsewhere."""
 
     def copy_to(self, flat: Tensor) -> Tensor:
         torch._foreach_copy_(split_like(flat, self.tensors), self.tensors)

@@ -76,9 +76,6 @@ class HostWork(Protocol):
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         """What all sent, as its mean, becomes everybody's; or all leave it."""
 
-    def send_ahead(self, *, is_wanted: bool) -> None:
-        """After agree(): what was done of the next round meanwhile, if anything was."""
-
     def hash_weights(self) -> tuple[str, Tensor]:
         """The digest, and the quick digest, of what all workers agreed on last, as it is in this worker's memory."""
 
@@ -238,7 +235,7 @@ class HostRounds:
         tensors = [torch.from_numpy(part) for part in means.parts]
         driver.client.flush()
         driver.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
-        sends = driver.member.agree(committed)
+        driver.member.agree(committed)
         steps_before = run.step_number
         run.rows_seen += committed.rows
         self._work.count_rows(committed.rows)
@@ -246,7 +243,6 @@ class HostRounds:
         event = self._step_done(decision, told, started)
         driver.client.give_back(means)
         driver.tell_applied(decision.norm, decision.fault or "")
-        self._work.send_ahead(is_wanted=sends)
         if told.get("epoch") is not None:
             run.last_epoch = EpochDone(**told["epoch"])
         run.tell(event)

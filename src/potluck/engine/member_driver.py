@@ -95,8 +95,6 @@ class MemberDriver:
                         effect.sentence
                         + (self._lifecycle.run.prepared().nonfinite_hint() if effect.kind is Diverged else "")
                     )
-                case effects.DropAhead():
-                    self._lifecycle.work.forget()
                 case effects.Rejoin():
                     self._lifecycle.work.forget()
                     self.client.connect(again=True)
@@ -276,8 +274,8 @@ class MemberDriver:
     # The end
 
     def leave_if_asked(self) -> bool:
-        """Before anything is begun: what this worker was given since is for the others, not what it has done ahead."""
-        is_asked = bool(self.member.wants_stop) and not self.member.is_ahead and not self.member.is_over
+        """Before anything is begun: what this worker was given since is for the others."""
+        is_asked = bool(self.member.wants_stop) and not self.member.is_over
         if is_asked:
             self.leave()
         return is_asked

@@ -153,19 +153,15 @@ class NodeClient:
         held: Sequence[Sequence[FlatRun]],
         wholes: Sequence[Part],
         norms_on: torch.device | None = None,
-        *,
-        goes_ahead: bool = False,
     ) -> NodeParts:
         """How parts are put together here, and their means handed out. `held`: what this rank holds of each of them;
-        of `wholes` it has all. `goes_ahead`: the ranks compute while parts leave and means come, so the first rank
-        keeps those of a whole step, in host memory."""
+        of `wholes` it has all."""
         own = [*map(ranges_in_part, held), *([(0, part.floats)] for part in wholes)]
         if self._client is not None:
-            self._client.make_room((sum if goes_ahead else max)(part.floats for part in parts))
-            self._client.take_averages_one_by_one(keeps_each=goes_ahead)
-        before_next = None if goes_ahead else self.flush
+            self._client.make_room(max(part.floats for part in parts))
+            self._client.take_averages_one_by_one()
         self.parts = NodeParts(
-            self._link, [*parts, *wholes], own, self._allocate, before_next=before_next, norms_on=norms_on
+            self._link, [*parts, *wholes], own, self._allocate, before_next=self.flush, norms_on=norms_on
         )
         return self.parts
 

@@ -22,17 +22,14 @@ class NodeMean(HostMean):
         clear: Callable[[], None],
         client: NodeClient,
         *,
-        goes_ahead: bool,
         coding: Coding | None = None,
         has_moments: bool = False,
         norms_on: torch.device | None = None,
     ) -> None:
-        """`goes_ahead`: the ranks compute while parts leave and their means come. `coding`: how changes travel; what
-        that leaves out is kept by the first rank. `norms_on`: where gradients travel in the same parts, whose norms
-        come with them."""
+        """`coding`: how changes travel; what that leaves out is kept by the first rank. `norms_on`: where gradients
+        travel in the same parts, whose norms come with them."""
         super().__init__(send, clear, coding=coding, has_moments=has_moments)
         self._client = client
-        self._goes_ahead = goes_ahead
         self._norms_on = norms_on
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
@@ -40,9 +37,7 @@ class NodeMean(HostMean):
         each = len(self.moments.blocks) if self.moments is not None else 0
         held = [flat.runs for flat in flats] + [flat.runs for flat in flats for _ in range(each)]
         described, wholes = self.described[: len(held)], self.described[len(held) :]
-        self.collected = self._client.collect_parts(
-            described, held, wholes, self._norms_on, goes_ahead=self._goes_ahead
-        )
+        self.collected = self._client.collect_parts(described, held, wholes, self._norms_on)
         return flats
 
     def start(self, index: int, numbers: Tensor) -> None:

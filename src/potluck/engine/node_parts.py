@@ -1,8 +1,7 @@
 """The parts in which a gradient or a change travels to a host, where several ranks hold the replica between them.
 
 On its way out a part is put together on the node's first rank; the mean that comes back is handed out from there, to
-each rank its own numbers. Only one part is whole at a time, in memory that the next one takes over; unless parts are to
-leave while the ranks compute. Knows no host.
+each rank its own numbers. Only one part is whole at a time, in memory that the next one takes over. Knows no host.
 """
 
 import json
@@ -29,19 +28,17 @@ class NodeParts:
         own: Sequence[Sequence[Stretch]],
         allocate: Callable[[int], Tensor] = torch.empty,
         *,
-        before_next: Callable[[], None] | None = None,
+        before_next: Callable[[], None],
         norms_on: torch.device | None = None,
     ) -> None:
         """`own`: of each part, what this rank holds. `allocate`: where a part is put together, on the first rank.
 
-        `before_next`: until a part that was put together has left; none: each has memory of its own. `norms_on`: with
-        its own numbers each rank is handed the norm of each whole parameter of the part, computed there.
+        `before_next`: until a part that was put together has left. `norms_on`: with its own numbers each rank is handed
+        the norm of each whole parameter of the part, computed there.
         """
         self._link = link
         self._parts = list(parts)
         self._before_next = before_next
-        self.keeps_each = before_next is None
-        """Whether each part has memory of its own, where it stays until it is put together again."""
         self._norms_on = norms_on
         told = [json.loads(data) for data in link.gather_bytes(json.dumps(own).encode())]
         self._held: list[list[list[Stretch]]] = [list(ranks) for ranks in zip(*told, strict=True)]
@@ -52,21 +49,17 @@ class NodeParts:
         sizes = [part.floats for part in parts]
         self._wholes: list[Tensor] = []
         """On the first rank: where each part is put together."""
-        if link.rank == 0 and before_next is None:
-            self._wholes = [allocate(size) for size in sizes]
-        elif link.rank == 0:
+        if link.rank == 0:
             one = allocate(max(sizes))
             self._wholes = [one[:size] for size in sizes]
 
     def collect(self, index: int, own: Tensor) -> Tensor | None:
-        """A part from all ranks' numbers, on the first rank; none on the others. It is there until the next one is, or
-        it is put together again."""
+        """A part from all ranks' numbers, on the first rank; none on the others. It is there until the next one is."""
         own = own.to("cpu")
         if not self._wholes:
             self._link.start_send(own, 0).wait()
             return None
-        if self._before_next is not None:
-            self._before_next()
+        self._before_next()
         whole = self._wholes[index]
         for rank, stretches in enumerate(self._held[index]):
             if rank:

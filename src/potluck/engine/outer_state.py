@@ -1,7 +1,8 @@
-"""OuterState: what an outer optimizer keeps of each parameter is saved and loaded with the inner optimizer's state.
+"""OuterState: what a run keeps of each parameter beside the optimizer is saved and loaded with the optimizer's state.
 
-So checkpoints, states for newcomers and any way to split them carry it and know nothing of it. It is not put into the
-inner optimizer's own state, which most of them begin only where there is none yet.
+It is an average of the weights, or what coding left out. So checkpoints, states for newcomers and any way to split them
+carry it and know nothing of it. It is not put into the optimizer's own state, which most of them begin only where there
+is none yet.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from potluck.save.checkpoint_folder import AVERAGE
 PREFIX = "outer_"
 
 Kept = dict[str, dict[str, Tensor]]
-"""By the name of what the optimizer takes for a parameter: `outer_momentum`, and so on."""
+"""By the name of what the optimizer takes for a parameter: `outer_average`, and so on."""
 
 
 class OuterState:
@@ -22,14 +23,14 @@ class OuterState:
         """`names`: by a parameter's id, and of all that the optimizer has."""
         self.names = names
         self.kept: Kept = {}
-        """The outer optimizer's own memory; empty where there is none."""
+        """What is saved with the optimizer's state."""
         self.loaded: Kept = {}
-        """What was loaded, until the outer optimizer takes it."""
+        """What was loaded, until its owner takes it."""
         optimizer.register_state_dict_post_hook(self._add)
         optimizer.register_load_state_dict_pre_hook(self._take)
 
     def drop_loaded(self) -> None:
-        """The outer optimizer has taken what it wants; the average of the weights is taken by itself."""
+        """What coding left out has been taken; the average of the weights is taken by itself."""
         self.loaded = {name: {AVERAGE: known[AVERAGE]} for name, known in self.loaded.items() if AVERAGE in known}
 
     def _order(self, optimizer: Optimizer) -> list[str]:

@@ -162,9 +162,6 @@ class SliceSteps:
         self._run.step_number = self._driver.member.version
         self._run.loader.position.row += rows
 
-    def send_ahead(self, *, is_wanted: bool) -> None:
-        """Nothing to do: a step needs the result of the last one."""
-
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums

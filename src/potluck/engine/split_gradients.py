@@ -105,8 +105,6 @@ class SplitGradients:
         return as_bits(used.bool().tolist())
 
     def collect(self, index: int, numbers: Tensor) -> Tensor | None:
-        if self._collected.keeps_each:  # of several nodes, each is put together where the one before was
-            self._client.flush()
         return self._collected.collect(index, numbers)
 
     def load(self, means: Sequence[Tensor], used: bytes) -> float:

@@ -1,7 +1,7 @@
 """WeightAverage: an exponential moving average of the weights, of whatever part of them this worker's optimizer has.
 
-It is kept where an outer optimizer keeps what it knows of each parameter (outer_state.py), so checkpoints, newcomers
-and any way to split a model carry it. It follows the weights that all agree on, and so is the same on all workers.
+It is kept with the optimizer's state of each parameter (outer_state.py), so checkpoints, newcomers and any way to split
+a model carry it. It follows the weights that all agree on, and so is the same on all workers.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +18,6 @@ from potluck.save.checkpoint_folder import AVERAGE
 class WeightAverage:
     def __init__(self, run: RunState, decay: float, as_agreed: Callable[[], AbstractContextManager[None]]) -> None:
         """`as_agreed`: the model as all agreed on it last, also where this worker is ahead of that."""
-        window = run.composition.window
-        if window is not None and window.overlap and not run.wanted.has_host:
-            raise ConfigError(
-                "fit.ema follows weights that all workers agree on, and with policy.overlap their replicas are never"
-                " equal within a group. Switch overlap off, or start the run with potluck host."
-            )
         if run.prepared().steps_whole:
             raise ConfigError(
                 "fit.ema follows what each rank's optimizer steps, and under a strategy that splits parameters this one"

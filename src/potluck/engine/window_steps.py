@@ -2,9 +2,8 @@
 
 It steps its own optimizer, batch by batch, and sends what that changed as if it were a gradient; the mean that comes
 back is subtracted from the parameters that all began with. So to the host a window is a step like any other: one
-agreement, one record, one hash. With overlap it continues with its part of the next window meanwhile, from its own end,
-and sends that once it has taken the mean in. `step_number` counts whole batches of the run; `version` counts
-agreements, and is what the host calls a step.
+agreement, one record, one hash. `step_number` counts whole batches of the run; `version` counts agreements, and is what
+the host calls a step.
 """
 
 import math
@@ -41,12 +40,8 @@ class WindowSteps:
         self._driver = driver
         self._sender = sender
         self._mean = mean
-        policy = run.composition.window
-        assert policy is not None
-        self._delta = WindowDelta(run.prepared(), mean, policy.outer, overlap=policy.overlap, within=run.link)
+        self._delta = WindowDelta(run.prepared(), mean, within=run.link)
         self._norm = 0.0
-        self._ahead: tuple[SliceReport, float] | None = None
-        """The report and the weight of a part that is done and must not be sent yet."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -68,11 +63,8 @@ class WindowSteps:
             yield from ((micro, mix(seed, work.step, micro.start)) for micro in micros)
 
     def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
-        """With overlap: of the next window, from this worker's own end of the one under way; or another part of that
-        one, which is a lost worker's, from what all agreed on."""
         (node,) = nodes
         assert self._run.loader is not None
-        is_next = work.step == self._driver.member.version + 1
         self._step, self._run.turns.now = work.step, 0
         self._rows_before = self._run.rows_seen + work.row - self._run.loader.position.row
         self._numbers = range(*node)
@@ -84,7 +76,7 @@ class WindowSteps:
         self._stretch = 1.0
         if self._mean.moments is not None and self._mean.moments.are_divided_by:
             self._stretch = stretch_of([last - at for at, last in bounds], work.batch, self._run.loader.batch.size)
-        self._delta.begin(again=is_next and not self._delta.is_agreed)
+        self._delta.begin()
         if self._run.scheduled is not None:
             self._run.scheduled.begin_window()
         self._run.start_of_step()
@@ -147,12 +139,7 @@ class WindowSteps:
             if not done.is_over or len(self._numbers) < 2:  # the rest of a part that was cut is not cut again
                 return False, skipped
             self._stopped = self._batch_end
-        report, weight = self._report(), self._samples * run.unit
-        if self._step == driver.member.version + 1:
-            self._send_change(report, weight)
-        else:
-            self._ahead = report, weight
-            driver.reach("ahead", self._step)
+        self._send_change(self._report(), self._samples * run.unit)
         return True, None
 
     def _report(self) -> SliceReport:
@@ -175,22 +162,13 @@ class WindowSteps:
         )
 
     def _send_change(self, report: SliceReport, weight: float) -> None:
-        if report.slices[0] == 0:  # only now: what was done ahead counts from what all agreed on since
+        if report.slices[0] == 0:
             report = replace(report, buffers=self._delta.exact())
         self._driver.client.send(report)
         if self._run.link.world == 1:  # to look costs ranks a sum, and they look before they agree
             self._driver.check_weights(in_step=True)  # what the window began with, which its change is counted from
         self._delta.end(weight)
         self._driver.reach("sent")
-
-    def send_ahead(self, *, is_wanted: bool) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is None:
-            return
-        if is_wanted:
-            self._send_change(*ahead)
-        else:
-            self._delta.forget()
 
     def count_rows(self, rows: int) -> None:
         run = self._run
@@ -219,10 +197,8 @@ class WindowSteps:
 
     def forget(self) -> None:
         self._run.prepared().drop()
-        self._ahead = None
         self._delta.forget()
 
     def start_anew(self) -> None:
         self._run.prepared().drop()
-        self._ahead = None
         self._delta.start_anew()

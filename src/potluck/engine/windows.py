@@ -97,7 +97,7 @@ class Windows:
         policy, nodes = self._policy, self.nodes
         coding = self._coding = coding_of(self._run.composition.wire) if nodes.count > 1 else None
         mean = LinkMean(nodes.across) if coding is None else CodedLinkMean(nodes.across, coding)
-        self._delta = WindowDelta(replica, mean, policy.outer, overlap=policy.overlap, within=nodes.within)
+        self._delta = WindowDelta(replica, mean, within=nodes.within)
         notice, steps_whole = self._run.notice, replica.steps_whole
         if are_averaged(policy.averages_moments, replica.optimizer, notice, steps_whole=steps_whole):
             self._moments = Moments(replica.optimizer, replica.outer.names, self._delta.runs)
@@ -293,7 +293,6 @@ class Windows:
         event: StepDone | StepSkipped | None = apply_step(run, found, reports, tally.samples)
         own_s = time.perf_counter() - agreed  # a replica that stepped by itself would need that, too
         if event is None:
-            self._delta.follow()
             event = run.step_done(found, run.lr, busy_s + wait_s, run.grid.worker_steps(reports, busy_s + wait_s))
         run.tell(event)
         busy = [report.busy_s for report in reports]
@@ -363,22 +362,19 @@ class Windows:
         self._run.tell_agreed(steps_before)
 
     def _merge(self) -> None:
-        """The mean of all replicas; or, with overlap, the one that was begun at the end of the window before."""
-        if self._delta.is_pending:
-            self._delta.apply()
+        """The mean of all replicas takes their place."""
         self._delta.end(self._weight)
         across, weight = self.nodes.across, self._weight
         moving = self._moments.start(across, weight, self._coding) if self._moments is not None else []
-        if not self._policy.overlap:
-            self._delta.apply()
+        self._delta.apply()
         for pending in moving:
             pending.wait()
         if self._moments is not None:
             self._moments.take()
 
     def settle(self) -> None:
-        """All replicas are equal after this, also with overlap. Called on every worker alike."""
-        self._delta.settle(self._weight)
+        """What replicas keep for the next mean becomes the same everywhere. Called on every worker alike."""
+        self._delta.settle()
 
     def _emit_decision(self, decision: WindowPlan) -> None:
         self._run.events.emit(

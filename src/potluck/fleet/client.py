@@ -107,7 +107,7 @@ class Client:
         self._spare: list[list[Floats]] = []
         self._one: Floats | None = None
         """Where averages lie that are taken one by one."""
-        self._takes_one_by_one = self._keeps_each = self._is_one_here = False
+        self._takes_one_by_one = self._is_one_here = False
         self._since = 0
         self.is_closed = False
         self._door = HostConnector(invite, name=name, kind=kind, say=say)
@@ -128,12 +128,9 @@ class Client:
         taken = self._memory.take(floats) if self._memory is not None else None
         return np.zeros(floats, np.float32) if taken is None else taken
 
-    def take_averages_one_by_one(self, *, keeps_each: bool = False) -> None:
-        """From now on they come among the messages, and the next is read when one is released: never all of a step.
-
-        `keeps_each`: it is read at once, into memory of its own, since nobody may come for the first one for long.
-        """
-        self._takes_one_by_one, self._keeps_each = True, keeps_each
+    def take_averages_one_by_one(self) -> None:
+        """From now on they come among the messages, and the next is read when one is released: never all of a step."""
+        self._takes_one_by_one = True
 
     def ask_to_stop(self) -> None:
         self.wants_stop = True
@@ -415,7 +412,7 @@ class Client:
         if average.step <= self._since:
             return
         session.inbox.append(average)
-        self._is_one_here = not self._keeps_each
+        self._is_one_here = True
         self._change.notify_all()
         while self._is_one_here and not session.is_broken and not self.is_closed:
             self._change.wait()
@@ -428,8 +425,8 @@ class Client:
         with self._change:
             if self._takes_one_by_one:
                 sizes = [each.floats for each in self.description.parts]
-                if self._one is None or self._keeps_each:
-                    self._one = np.empty(sizes[part] if self._keeps_each else max(sizes), np.float32)
+                if self._one is None:
+                    self._one = np.empty(max(sizes), np.float32)
                 return Means(step, [self._one[:size] for size in sizes], set())
             if step <= self._since:  # already in the weights: received, and forgotten
                 return Means(step, self._new_parts(), set(range(len(self.description.parts))))

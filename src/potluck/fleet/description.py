@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Outer, Sync, Windowed
+from potluck.agree.policy import OUTER, OVERLAP, ApplyPolicy, Async, Auto, Cadence, Sync, Windowed
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.coded_numbers import CODINGS, WIRES, Coding, coding_of
 from potluck.errors import TheirProtocolError
@@ -50,7 +50,9 @@ _SETTINGS = {
     Async.kind: (*_OF_ALL, "divergence_threshold"),
     Auto.kind: _OF_ALL,
 }
-_SWITCHES: dict[str, Any] = {"overlap": False, "outer": None, "together": 0.0, "moments": False}
+_REMOVED = {"overlap": OVERLAP, "outer": OUTER}
+"""What a policy of an older version may still tell: why a run under it cannot continue."""
+_SWITCHES: dict[str, Any] = {"together": 0.0, "moments": False}
 """Of the same policies, told only where they are not this: what an older version tells and expects has none of them."""
 
 
@@ -284,17 +286,18 @@ def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
     switched = {name: getattr(policy, name) for name in _SWITCHES if found}
     if "moments" in switched:
         switched["moments"] = policy.averages_moments  # type: ignore[union-attr]
-    found |= {name: value for name, value in switched.items() if value != _SWITCHES[name]}
-    return found | ({"outer": asdict(found["outer"])} if "outer" in found else {})
+    return found | {name: value for name, value in switched.items() if value != _SWITCHES[name]}
 
 
 def _made(policy: str, settings: dict[str, Any]) -> Windowed:
-    outer = {"outer": Outer(**settings["outer"])} if "outer" in settings else {}
-    return _WINDOWED[policy](**(_SWITCHES | settings | outer))
+    return _WINDOWED[policy](**(_SWITCHES | settings))
 
 
 def _check_settings(policy: str, settings: Any) -> None:
     names = _SETTINGS.get(policy)
+    for name, sentence in _REMOVED.items() if isinstance(settings, dict) else ():
+        if settings.get(name):
+            raise ValueError(sentence.removesuffix("."))
     switches = {*_SWITCHES} if names else set()
     if names is None or not isinstance(settings, dict) or {*settings} - switches != {*names}:
         raise ValueError("policy is sync, cadence, async or auto, with all of its settings and no others")
@@ -303,10 +306,7 @@ def _check_settings(policy: str, settings: Any) -> None:
             continue
         if name in ("overhead_target", "divergence_threshold", "together"):
             _number(value)
-        elif name == "outer":
-            for number in value.values():
-                _number(number)
-        elif name not in ("overlap", "moments"):
+        elif name != "moments":
             _whole(value, none=name in ("max_anchor", "max_batch_diff"))
         elif not isinstance(value, bool):
             raise ValueError(f"{repr(value)[:40]} is neither true nor false")

@@ -18,7 +18,6 @@ from potluck.fleet.member_asks import MemberEvaluation, MemberGathering
 from potluck.fleet.member_effects import (
     Apply,
     Compute,
-    DropAhead,
     DropState,
     Fail,
     Load,
@@ -93,10 +92,6 @@ class Member:
         """The last one that was agreed on here."""
         self.work: Work | None = None
         """The work that the loop has to compute next."""
-        self.ahead: Work | None = None
-        """What follows the step under way, with overlap. Nothing of it is sent before that one is agreed on."""
-        self.is_ahead = False
-        """That is being computed, or is done."""
         self.turn = 0
         """Changes whenever what a loop waits for may never come: it has to look where the run stands now."""
         self.wants_stop = ""  # or why it is to leave
@@ -251,8 +246,7 @@ class Member:
         return []
 
     def _forget_work(self) -> None:
-        self.work = self.ahead = None
-        self.is_ahead = False
+        self.work = None
         self._later.clear()
 
     def _on_state(self, message: StateBegin | StateChunk) -> list[MemberEffect]:
@@ -320,7 +314,7 @@ class Member:
         """No message came within wait_s()."""
         if self.phase is MemberPhase.LEAVING:
             self.end()
-        elif self.phase is MemberPhase.IN and self.wants_stop and self.work is None and not self.is_ahead:
+        elif self.phase is MemberPhase.IN and self.wants_stop and self.work is None:
             return self.leave(now)
         return []
 
@@ -338,36 +332,20 @@ class Member:
             if isinstance(message, Committed):
                 if is_next:
                     return [*effects, Apply(message)]
-            elif is_next:  # maybe a lost worker's part, while what was done ahead waits to be sent
+            elif is_next:
                 self.work = message
                 return [*effects, Compute(message)]
-            elif message.step == self.version + 2:
-                effects += self._look_ahead(message)
-                if self.ahead is not None:
-                    return [*effects, Compute(message)]
         return effects
-
-    def _look_ahead(self, work: Work) -> list[MemberEffect]:
-        """In place of what was to be done ahead before; without nodes, nothing is."""
-        was_ahead, self.is_ahead = self.is_ahead, False
-        self.ahead = work if len(work.nodes) else None
-        return [DropAhead()] if was_ahead else []
 
     def begin(self) -> Work | None:
         """What there is to compute is being computed."""
         work, self.work = self.work, None
-        if work is None and not self.is_ahead and not self.wants_stop:
-            work, self.is_ahead = self.ahead, self.ahead is not None
         if work is not None:
             self.is_replaying = False
         return work
 
-    def agree(self, committed: Committed) -> bool:
-        """Whether something was done ahead, which is to be sent now; what was not done is the next to be computed."""
-        self.committed, self.version = committed, committed.step
-        was_ahead, self.is_ahead = self.is_ahead, False
-        self.work, self.ahead = None if was_ahead else self.ahead, None
-        return was_ahead and not committed.stop
+    def agree(self, committed: Committed) -> None:
+        self.committed, self.version, self.work = committed, committed.step, None
 
     def changed(self, *, in_step: bool) -> list[MemberEffect]:
         """The weights are not what the host was told: a bit that flipped must not reach the others.

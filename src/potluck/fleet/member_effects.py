@@ -88,10 +88,6 @@ class Compute(MemberEffect):
     work: Work
 
 
-class DropAhead(MemberEffect):
-    """What was computed ahead is of no use: nothing of it has been sent, and nothing will be."""
-
-
 class Apply(MemberEffect):
     """The averages of this step, once all of them are here, after agree()."""
 

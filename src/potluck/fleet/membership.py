@@ -92,10 +92,6 @@ class WorkerRecord:
     """What it has been given of the step under way, and has not wholly sent."""
     reported: set[int] = field(default_factory=set)
     """Slices of that whose samples and loss it has told."""
-    ahead: list[Node] = field(default_factory=list)
-    """What it has been given of the step after that, with overlap. It sends nothing of it before this one is over."""
-    is_ahead: bool = False
-    """What it has of the step under way was given to it so: when that is done, it applies the step before."""
     busy_s: float = 0.0
     working_since: float = 0.0
     evaluating: tuple[Look, int, int] | None = None
@@ -170,7 +166,7 @@ class WorkerRecord:
             return "evaluating"
         if self.gathering:
             return "gathering values"
-        if self.applied < committed and not self.plain and not self.is_ahead:  # its next work is in its hands already
+        if self.applied < committed and not self.plain:
             return f"applying step {committed}"
         if self.is_computing:
             return "computing its gradient"
@@ -214,7 +210,6 @@ class Membership:
         """Puts it back to a phase in which it does not take part."""
         self._changes += 1
         member.phase = phase
-        member.ahead = []  # it has forgotten that itself once it hears so
         member.relieved = 0  # the step may never be applied: the run may go back to before it
 
     @property

@@ -95,8 +95,6 @@ class StepUnderWay(StepPlan):
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)
     """worker id -> steps that it took by itself"""
-    reported: dict[int, float] = field(default_factory=dict)
-    """worker id -> when it told last"""
     first_report: float | None = None
     last_report: float = 0.0
     loss: float = math.nan
@@ -152,9 +150,6 @@ class StepPlanner:
         """worker id -> what it told when it applied the last window"""
         self._drift = 0.0
         """The largest of them when they were last counted in."""
-        self._reported: dict[int, float] = {}
-        """When each told last of the window before; and how long, with overlap, the one waited that waited least."""
-        self._waited_s = 0.0
         self._more_s = 0.0
         """What the last step that all took together cost beyond computing; 0: the last one was a window."""
         is_new = run.description is None and not run.standing.step
@@ -162,25 +157,24 @@ class StepPlanner:
         """The step after which all workers' optimizers are known to hold the same; in a window they part. Before the
         first step they do, but not where the run was led before: it may have gone back to its beginning."""
 
-    def plan(self, working: list[WorkerRecord], after: StepUnderWay | None = None) -> StepPlan | None:
-        """The next step, or the one that follows `after`. None: the run is over, or it cannot be told yet."""
+    def plan(self, working: list[WorkerRecord]) -> StepPlan | None:
+        """The next step. None: the run is over."""
         run, standing, policy = self._run, self._run.standing, self._run.described.windowed
         if policy is None:
             return self._plan_step(working, min(run.described.batch, run.described.rows - standing.row))
-        under_way = after.rows if after is not None else 0
-        rows_left = min(run.described.rows - standing.row - under_way, MOST_WINDOW)
+        rows_left = min(run.described.rows - standing.row, MOST_WINDOW)
         if run.rows_limit:
-            rows_left = min(rows_left, run.rows_limit - standing.rows_seen - under_way)
+            rows_left = min(rows_left, run.rows_limit - standing.rows_seen)
         if rows_left <= 0:
             return None
         windows = self._planner(policy, working)
-        is_first = standing.rows_seen + under_way < policy.together * run.rows_limit
+        is_first = standing.rows_seen < policy.together * run.rows_limit
         # In a window that is begun again, or was before this host was started, optimizers may have moved; and after one
         # they hold the same only where they are averaged.
-        is_alike = after is None and self._alike_at == standing.step
+        is_alike = self._alike_at == standing.step
         if standing.turn or windows.is_best_together(is_early=is_first, may=is_alike or not policy.chooses):
-            return self._plan_together(working, rows_left, is_first=is_first) if after is None else None
-        return self._plan_window(working, after, rows_left)
+            return self._plan_together(working, rows_left, is_first=is_first)
+        return self._plan_window(working, rows_left)
 
     def _planner(self, policy: Windowed, working: list[WorkerRecord]) -> WindowPlanner:
         names = unique_names(working)
@@ -220,12 +214,11 @@ class StepPlanner:
             workers=tuple(m.worker_id for m in working),
         )
 
-    def _plan_window(self, working: list[WorkerRecord], after: StepUnderWay | None, rows_left: int) -> StepPlan:
+    def _plan_window(self, working: list[WorkerRecord], rows_left: int) -> StepPlan:
         """For each worker a slice as large as its speed allows, and an empty one for what it may leave undone."""
         described, standing = self._run.described, self._run.standing
         assert self._windows is not None
         self._alike_at = -1
-        under_way = after.rows if after is not None else 0
         batch = self._own_batch(len(working))
         decision = self._windows.decide(rows_left, batch, least=described.batch)
         if described.in_pairs and batch > 1:
@@ -236,9 +229,9 @@ class StepPlanner:
             nodes.append([(len(sizes), len(sizes) + 2)] if rows else [])
             sizes += [rows, 0] if rows else []
         return StepPlan(
-            step=standing.step + 1 + (after is not None),
+            step=standing.step + 1,
             epoch=standing.epoch,
-            bounds=sized_rows(standing.row + under_way, sizes),
+            bounds=sized_rows(standing.row, sizes),
             nodes=nodes,
             workers=self._planned,
             batch=batch,
@@ -289,27 +282,16 @@ class StepPlanner:
         assert self._windows is not None
         self._more_s = 0.0
         sync_s = max(0.0, self._run.clock - under.last_report) + self._applying_s
-        if self._windows.policy.overlap:
-            sync_s = self._unhidden_s(under)
         reports = [
             WindowReport(
                 wall_s=under.busy.get(who, 0.0) if who in under.batches else 0.0,
                 batches=under.batches.get(who, 0),
                 divergence=self._divergence.get(who, 0.0),
             )
-            for who in self._planned  # with overlap the next one is planned already, maybe for others
+            for who in self._planned
         ]
         if any(report.batches for report in reports):
             self._windows.report(reports, sync_s)
-
-    def _unhidden_s(self, under: StepUnderWay) -> float:
-        """With overlap a mean costs only what it takes beyond the next window. From one report to the next a worker
-        computes, and waits for the mean; one that also waits for others waits longer than that. Of two windows it is
-        the lesser: an evaluation lies between some of them, and is nothing that longer windows would save."""
-        told = [(at, self._reported.get(who), under.busy[who]) for who, at in under.reported.items()]
-        waited_s = max(0.0, min((at - before - busy for at, before, busy in told if before is not None), default=0.0))
-        before_s, self._waited_s, self._reported = self._waited_s, waited_s, under.reported
-        return min(waited_s, before_s)
 
     def on_applied(self, member: WorkerRecord, applied: Applied) -> None:
         """This worker has applied a step for the first time."""

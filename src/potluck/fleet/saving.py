@@ -71,7 +71,7 @@ class Saving:
         self._keep_last = min(MOST_KEPT, max(self._keep_last, due.keep_last))
         if self.due is None or due.step > self.due.step:
             self.due, self._again_at = due, None
-            # It sends by itself who spoke for all then: with overlap another may do so by now.
+            # It sends by itself who spoke for all then: another may do so by now.
             self._asked, self._moved_at = self._run.leaders.get(due.step, NOBODY), self._run.clock
         return self.ask()
 

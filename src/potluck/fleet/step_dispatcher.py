@@ -33,7 +33,7 @@ from potluck.fleet.effects import (
 from potluck.fleet.ledger import prove
 from potluck.fleet.membership import WorkerRecord, slices_of
 from potluck.fleet.notices import Notices
-from potluck.fleet.planning import Slice, StepPlan, StepPlanner, StepUnderWay
+from potluck.fleet.planning import Slice, StepPlanner, StepUnderWay
 from potluck.fleet.tree import Node, cover, decide_quotas, tell_slices
 from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
 
@@ -49,8 +49,6 @@ class StepDispatcher:
         self._at_least = at_least
         """The number of workers that the first step waits for."""
         self.now: StepUnderWay | None = None
-        self._next: StepPlan | None = None
-        """What follows it, with overlap: workers have it already, and continue with it while this one is agreed on."""
         self._records: dict[int, StepRecord] = {}
         """Steps that are committed, and not yet reported as applied."""
         self._notices = Notices(run, at_least)
@@ -62,20 +60,19 @@ class StepDispatcher:
         ready = run.membership.ready
         if self.now is not None or run.finished or not ready or run.description is None or run.is_complete:
             return []
-        if run.paused and self._next is None:  # what workers have in hand is still taken
+        if run.paused:
             return []
         if run.stopping if standing.step else len(ready) < self._at_least:
             return self._notices.tell_waiting()
         working = self._working(standing.step + 1)
         if not any(not m.plain for m in working):
             return self._start_ahead()
-        told, self._next = self._next, None
-        plan = told or self._planner.plan(working)
+        plan = self._planner.plan(working)
         if plan is None:
             return []
         self.now = StepUnderWay(**vars(plan), started=run.clock)
         for member in ready:
-            member.nodes, member.is_ahead, member.busy_s = [], False, 0.0
+            member.nodes, member.busy_s = [], 0.0
             member.reported.clear()
         several = any(len(nodes) > 1 for nodes in plan.nodes)
         # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
@@ -83,8 +80,7 @@ class StepDispatcher:
         effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several, self.now.batch > 0)]
         if plan.decision is not None:
             effects.append(self._planner.tell(plan.decision))
-        effects += self._give_all(self.now, working) if told is None else self._take_up(self.now, working)
-        return effects + self._tell_next(self.now)
+        return effects + self._give_all(self.now, working)
 
     def _start_ahead(self) -> list[Effect]:
         """All who stay have applied the step that was to be computed again: they continue. Others would be left behind,
@@ -108,44 +104,6 @@ class StepDispatcher:
                 effects += self.give_nothing(member)
         return effects
 
-    # Ahead: with overlap the next window is in the workers' hands before it begins
-
-    def _tell_next(self, under: StepUnderWay) -> list[Effect]:
-        """The window after this one, for those who will have done their part of it. None beyond an epoch, after which
-        all hold what was agreed on and nothing else."""
-        policy = self._run.described.windowed
-        if policy is None or not policy.overlap or self._run.stopping or self._run.paused or not under.batch:
-            return []
-        working = self._working(under.step + 1)
-        plan = self._next = self._planner.plan(working, after=under) if working else None
-        if plan is None:
-            return []
-        for member, nodes in zip(working, plan.nodes, strict=True):
-            member.ahead = nodes
-        return [Send(member.peer, plan.work(member.ahead)) for member in working if member.ahead]
-
-    def _take_up(self, under: StepUnderWay, working: list[WorkerRecord]) -> list[Effect]:
-        """What was told ahead is under way now. Parts of those who are gone, or late, are for the others."""
-        there = {member.worker_id: member for member in working}
-        effects: list[Effect] = []
-        lost: list[Node] = []
-        for worker_id, nodes in zip(under.workers, under.nodes, strict=True):
-            member = there.get(worker_id)
-            if member is None or member.ahead != nodes:
-                lost += nodes
-                continue
-            member.ahead, member.is_ahead = [], True
-            effects += self._expect(under, member, nodes) if nodes else []
-        return effects + (self.hand_out(lost) if lost else [])
-
-    def call_back(self, member: WorkerRecord) -> list[Effect]:
-        """It is not to do what it was told ahead: whatever it has done of it is of no use.
-
-        It hears of that before it can hear that the step under way is over, so that it never sends any of it.
-        """
-        nodes, member.ahead = member.ahead, []
-        return [Send(member.peer, self._next.work([]))] if self._next is not None and nodes else []
-
     def give_nothing(self, member: WorkerRecord) -> list[Effect]:
         """The published worker takes an average only after an assignment: where there are no rows for it, an empty
         one, whose answer nobody expects."""
@@ -161,16 +119,12 @@ class StepDispatcher:
             return [effect for node in nodes for effect in self._give(under, member, [node])]
         if member.relieved == under.step:  # there is nobody else: what it reports counts again
             member.relieved = 0
-        if member.plain:
-            member.nodes = member.nodes + nodes
-            member.working_since = self._run.clock
-            return self._give_plain(under, member, nodes)
-        return [*self._expect(under, member, nodes), Send(member.peer, under.work(nodes))]
-
-    def _expect(self, under: StepUnderWay, member: WorkerRecord, nodes: list[Node]) -> list[Effect]:
         member.nodes = member.nodes + nodes
         member.working_since = self._run.clock
-        return [Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes))]
+        if member.plain:
+            return self._give_plain(under, member, nodes)
+        expected = Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes))
+        return [expected, Send(member.peer, under.work(nodes))]
 
     def _give_plain(self, under: StepUnderWay, member: WorkerRecord, nodes: list[Node]) -> list[Effect]:
         """It will not say how many samples its rows have: that is taken for granted."""
@@ -243,11 +197,10 @@ class StepDispatcher:
         return bool(member.reported) or (self.now is not None and member.worker_id in self.now.computed_by.values())
 
     def abandon(self) -> list[Effect]:
-        told = [effect for member in self._run.membership.members.values() for effect in self.call_back(member)]
         for member in self._run.membership.members.values():
             member.nodes = []  # else the silence of a plain peer would count, also where no other step follows
-        now, self.now, self._next = self.now, None, None
-        return [*told, AbandonStep()] if now is not None else told
+        now, self.now = self.now, None
+        return [AbandonStep()] if now is not None else []
 
     def abandon_if_deserted(self) -> list[Effect]:
         """Where all leave who could keep the step's weights: a newcomer gets them as they are. Plain peers cannot."""
@@ -300,7 +253,7 @@ class StepDispatcher:
             member.measure(under.amount(told), report.busy_s)
             under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
         member.busy_s += report.busy_s
-        under.busy[member.worker_id], under.reported[member.worker_id] = member.busy_s, run.clock
+        under.busy[member.worker_id] = member.busy_s
         for node in bad:
             effects += self.on_bad(member.peer, under.step, node, "has a loss that is not finite")
         return effects + self._scale()
@@ -313,9 +266,7 @@ class StepDispatcher:
         if not others and node[1] == under.slices and not is_in_sums:
             under.cut(node, row, ended_by=member.worker_id)
             member.reported.add(node[1] - 1)  # of which nothing is left
-            told = [effect for m in self._run.membership.members.values() for effect in self.call_back(m)]
-            self._next = None  # it was of the rows after those that are not done
-            return told
+            return []
         done, rest = under.cut(node, row)
         member.nodes = [done if each == node else each for each in member.nodes]
         return [Narrow(member.peer, under.step, node, done), *self.hand_out([rest], avoid=member.peer)]

@@ -123,4 +123,4 @@ class Stragglers:
         doing = member.doing(run.standing.step)
         member.relieved, member.relieved_amount, member.relieved_of = step, self._amount(member), doing
         member.warned_at = run.clock
-        return [stalled, *self.rounds.call_back(member), *self.rounds.take_away(member, avoid=member.peer)]
+        return [stalled, *self.rounds.take_away(member, avoid=member.peer)]

@@ -213,8 +213,7 @@ class Admitted(Message):
 
 
 class Work(Message):
-    """coordinator -> worker: compute these nodes of this step's tree of slices. With overlap also of the step after the
-    one under way; without nodes, it calls such a one back."""
+    """coordinator -> worker: compute these nodes of this step's tree of slices."""
 
     step: U64
     epoch: U64

@@ -10,11 +10,9 @@ from tests.fleet.virtual.toy import PARTS, UNIT, Floats, State, gradient_of, noi
 
 
 class Task:
-    def __init__(self, work: Work, state: State, own: Floats | None = None) -> None:
-        """`own`: the weights that it continues with, if not those that were agreed on."""
+    def __init__(self, work: Work, state: State) -> None:
         self.work = work
         self._state = state
-        self._weights = state.weights if own is None else own
         self.change = np.zeros_like(state.weights)
         """What a window has changed."""
         self.nodes: list[Node] = [(int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True)]
@@ -50,7 +48,7 @@ class Task:
         """As SliceSums adds them: each slice into the sums that are waiting for it."""
         stack: list[Floats] = []
         for number, count in zip(range(*node), merges(node), strict=True):
-            value = gradient_of(self._weights, self.work.epoch, *self.bounds[number])
+            value = gradient_of(self._state.weights, self.work.epoch, *self.bounds[number])
             _spoil(value, is_bad(number))
             for _ in range(count):
                 value = stack.pop() + value
@@ -63,7 +61,7 @@ class Task:
         state, number = self._state, self.numbers[0]
         start, end = self.bounds[number]
         state.momentum = state.momentum * np.float32(0.5) + noise(self.work.epoch, start, end)
-        self.change = (self._weights + state.momentum) * np.float32(0.01)
+        self.change = (state.weights + state.momentum) * np.float32(0.01)
         weighted: Floats = self.change * np.float32((end - start) * UNIT)
         _spoil(weighted, is_bad(number))
         return weighted

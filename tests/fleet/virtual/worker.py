@@ -77,10 +77,6 @@ class Worker(Client):
         self.doing: Work | None = None
         """What it is computing."""
         self._told = ""
-        self._own: Floats | None = None
-        """Its weights at the end of its last part of a window."""
-        self._ahead: tuple[Task, SliceReport] | None = None
-        """What it has done ahead, and not sent."""
         self._arriving, self._arriving_bytes = b"", 0
 
     def __repr__(self) -> str:
@@ -141,7 +137,7 @@ class Worker(Client):
 
     def _rest_of_epoch(self) -> Life:
         while self._has_rows():
-            if self.member.wants_stop and not self.member.is_ahead:
+            if self.member.wants_stop:
                 yield from self._do(self.member.leave(self.clock.now))
                 yield from self._settle()
                 continue
@@ -205,10 +201,7 @@ class Worker(Client):
                     self.send(effect.message)
                 case effects.Fail():
                     raise Ended(effect.sentence)
-                case effects.DropAhead():
-                    self._ahead = self._own = None
                 case effects.Rejoin():
-                    self._ahead = self._own = None
                     yield Sleep(0.05)
                     yield from self.join()
                     yield from self._present()
@@ -222,7 +215,6 @@ class Worker(Client):
                     yield from self._take_chunk(bytes(effect.data))
                 case effects.Load():
                     self.state = State.from_bytes(self._arriving)
-                    self._ahead = self._own = None
                     yield from self._do(self.member.loaded(self.state.step, self.state.step))
                 case effects.ServeState():
                     yield from self._serve(effect.transfer)
@@ -250,9 +242,9 @@ class Worker(Client):
 
     def _compute(self, work: Work) -> Life:
         """The reports of a step go before its gradients; of a window the whole is reported, and then sent."""
-        is_ahead, started = work.step == self.state.step + 2, self.clock.now
-        assert is_ahead or work.step == self.state.step + 1, f"{self} has work of step {work.step}"
-        task = Task(work, self.state, self._own if is_ahead else None)
+        started = self.clock.now
+        assert work.step == self.state.step + 1, f"{self} has work of step {work.step}"
+        task = Task(work, self.state)
         yield from self._at("forward", work.step)
         if work.batch:
             yield from self._take_batches(task)
@@ -268,11 +260,7 @@ class Worker(Client):
         numbers, told = np.array(task.numbers, "<u4"), np.array(losses, "<f8")
         took_s = self.clock.now - started if work.batch else 0.0
         report = SliceReport(work.step, numbers, samples, told, took_s, b"", task.batches, stopped=task.stopped)
-        if is_ahead:
-            self._ahead = task, report
-            yield from self._at("ahead", work.step)
-        else:
-            yield from self._send_work(task, report, started)
+        yield from self._send_work(task, report, started)
 
     def _take_batches(self, task: Task) -> Life:
         """Of a window, of which a worker that leaves does not do all."""
@@ -299,7 +287,6 @@ class Worker(Client):
         if line is self.line:
             done = [number for number in task.numbers if task.bounds[number][0] < task.bounds[number][1]]
             self.slices_computed += [(work.step, number) for number in done]
-        self._own = self.state.weights - task.change
         yield from self._at("sent", work.step)
 
     def _loss_of(self, work: Work, number: int, rows: Range) -> float:
@@ -333,9 +320,7 @@ class Worker(Client):
         if (parts := self.take_means(committed.step, count)) is None:
             return
         yield from self._check_weights(in_step=True)
-        ahead, self._ahead, self._own = self._ahead, None, None
-        assert self.member.is_ahead == (ahead is not None), f"{self} has not done ahead what it should"
-        sends = self.member.agree(committed)
+        self.member.agree(committed)
         mean = np.concatenate(parts[: len(PARTS)])
         (self.state.apply if is_step else self.state.agree)(mean, committed.rows)
         if len(parts) > len(PARTS):
@@ -346,8 +331,6 @@ class Worker(Client):
             self.state.weights[0] += 1
         yield from self._do([effects.TellApplied()])
         self.stopping |= bool(committed.stop)
-        if ahead is not None and sends:
-            yield from self._send_work(*ahead, self.clock.now)
         self.state.weights = self.own_code(self.state.weights)
         yield from self._at("applied", self.state.step)
         if self.gather_every and self.state.step % self.gather_every == 0:
