@@ -45,7 +45,7 @@ from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.launch.processes import WorkerPool
 from potluck.page.reader import EVENTS, NOW
-from potluck.page.start import PageProcess, PageWanted, start_page
+from potluck.page.start import PageProcess, PageRequest, start_page
 from potluck.page.where import page_address
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
@@ -172,14 +172,14 @@ class _Host:
     def _start_page(self) -> PageProcess | None:
         """It shows what is in the run folder, and tells us what a person orders, if that is allowed."""
         self._tell_now()
-        wanted = PageWanted(
+        request = PageRequest(
             folder=self.folder,
             invite=self.folder / "invite",
             identity=self.listening.identity or self.folder / "identity",
             led=True,
             on_order=self._on_order if self.args.control else None,
         )
-        page = start_page(self._page_address, wanted)
+        page = start_page(self._page_address, request)
         if page is not None:
             self._stack.callback(page.close)
         return page

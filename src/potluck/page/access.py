@@ -26,11 +26,12 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every answer: nothing is fetched from elsewhere, nobody shows it inside of their own page, nothing is kept."""
+"""Headers of every answer: nothing is fetched from elsewhere, nobody shows it inside of their own page, nothing is
+kept."""
 
 
 End = tuple[str, int]
-"""Of a connection: an address and a port."""
+"""One end of a connection: an address and a port."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +61,19 @@ class Access:
         return ""
 
     def is_same_origin(self, headers: Mapping[str, str]) -> bool:
-        """Of what changes or reveals something: it must come from this very page."""
+        """Tell whether a request comes from this very page, as one that changes or reveals something must."""
         scheme = "https" if self.encrypted else "http"
         return headers.get("origin") == f"{scheme}://{headers.get('host', '')}"
 
     def _has_token(self, headers: Mapping[str, str], query: Mapping[str, str]) -> bool:
-        given = [query.get("token", ""), headers.get("authorization", "").removeprefix("Bearer ")]
+        tokens = [query.get("token", ""), headers.get("authorization", "").removeprefix("Bearer ")]
         try:
             cookies = SimpleCookie(headers.get("cookie", ""))
         except CookieError:
             cookies = SimpleCookie()
         if self.cookie in cookies:
-            given.append(cookies[self.cookie].value)
-        return sum(is_right_secret(each, self.token) for each in given) > 0  # as long for one as for another
+            tokens.append(cookies[self.cookie].value)
+        return sum(is_right_secret(each, self.token) for each in tokens) > 0  # as long for one as for another
 
     def _is_our_name(self, asked: str) -> bool:
         name = asked.rsplit(":", 1)[0] if not asked.endswith("]") else asked
@@ -120,7 +121,7 @@ def owner_of(peer: End, own: End) -> int | None:
 
 
 def _as_listed(end: End, family: socket.AddressFamily) -> str:
-    """As /proc/net/tcp has it: words of the machine's own byte order, in hexadecimal."""
+    """Write an end as /proc/net/tcp has it: words of the machine's own byte order, in hexadecimal."""
     try:
         packed = socket.inet_pton(family, end[0] if family == socket.AF_INET or ":" in end[0] else f"::ffff:{end[0]}")
     except OSError:

@@ -16,7 +16,7 @@ HEAD_S = 10.0
 """For the head of a request, and for what is left of one that was answered before it was whole."""
 MOST = 128
 BACKLOG = 100
-"""As many are accepted in one turn: fewer than places, so that heads are read before their places are needed."""
+"""How many are accepted in one turn: fewer than places, so that heads are read before their places are needed."""
 
 
 class PageConnection(H11Protocol):

@@ -29,7 +29,7 @@ MOST_WORKERS = 4096
 """Workers that are listed at all: as many as a host takes at once."""
 MOST_LETTERS, MOST_OF_SAMPLE, MOST_OF_NAME = 2000, 20_000, 200
 MOST_ITEMS = 200
-"""Of a list, or of a table, in what is kept of an event; and of figures that have names."""
+"""The most items of a list, or of a table, in what is kept of an event; and the most figures that have names."""
 RECENT = 400
 """Steps from which the run's speed is taken."""
 SPANS = (20, 60, 200, RECENT)
@@ -37,7 +37,7 @@ SPANS = (20, 60, 200, RECENT)
 SMOOTH = 0.3
 _COUNTS = ("steps_total", "from_step", "workers", "parameters", "flops_per_sample")
 _WORDS = ("unit", "wire", "policy", "device", "device_name")
-"""Of a run's beginning, what figures are made of: a line in which one is not of its kind is none."""
+"""Fields of a run's beginning that figures are made of: a line in which one is not of its type is ignored."""
 
 
 def cut(value: Any, letters: int = MOST_LETTERS, depth: int = 4) -> Any:
@@ -62,7 +62,7 @@ class WorkerRow:
     name: str
     device: str = ""
     rows: int = 0
-    """Of the last step or window."""
+    """Rows of the last step or window."""
     speed: float | None = None
     """Samples a second while it computes, smoothed."""
     busy: float = 0.0
@@ -136,10 +136,10 @@ class Fold:
         self._tell(record, kind, time)
 
     def _tell(self, record: Record, kind: str, time: float) -> None:
-        told = sentence_of(record)
-        if told is None:
+        sentence = sentence_of(record)
+        if sentence is None:
             return
-        text = told.text[:MOST_LETTERS]
+        text = sentence.text[:MOST_LETTERS]
         if kind == "decided":  # that a figure in it has moved is no news
             if (without := re.sub(r"\d[\d.,]*", "", text)) == self._told:
                 return
@@ -147,7 +147,7 @@ class Fold:
         step: Any = record.get("step", self.last.get("step", 0))
         self.stories += 1
         self.story.append(
-            [self.stories, time, step if isinstance(step, int | float) else 0, told.kind, told.tone, text]
+            [self.stories, time, step if isinstance(step, int | float) else 0, sentence.kind, sentence.tone, text]
         )
 
     # What happened
@@ -273,11 +273,11 @@ class Fold:
     def _on_epoch(self, record: Record, time: float) -> None:
         """One that is done again, after a restart, takes the place of what it was."""
         wanted = ("epoch", "used", "total", "same_weights", "sentence")
-        told = cut({name: record[name] for name in wanted}) | {"time": time}
-        while self.epochs and self.epochs[-1]["epoch"] >= told["epoch"]:
+        epoch = cut({name: record[name] for name in wanted}) | {"time": time}
+        while self.epochs and self.epochs[-1]["epoch"] >= epoch["epoch"]:
             self._count_epoch(self.epochs.pop(), -1)
-        self.epochs.append(told)
-        self._count_epoch(told, 1)
+        self.epochs.append(epoch)
+        self._count_epoch(epoch, 1)
 
     def _count_epoch(self, told: Record, number: int) -> None:
         self.epochs_done += number
@@ -299,21 +299,21 @@ class Fold:
         if not total or len(self.recent) < 2 or self.ended:
             return None
         steps, left = list(self.recent), max(0, total - self.recent[-1][1])
-        found = []
+        estimates = []
         for span in SPANS:
             part = steps[-span:]
             each = (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1])
-            found.append(each * left)
+            estimates.append(each * left)
             if span >= len(steps):
                 break
         halves = steps[: len(steps) // 2 + 1], steps[len(steps) // 2 :]
-        found += [
+        estimates += [
             left * (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1]) for part in halves if len(part) > 1
         ]
-        return found[0], min(found), max(found)
+        return estimates[0], min(estimates), max(estimates)
 
     def takes_part(self, row: WorkerRow) -> bool:
-        """Of a run that has ended: to its end."""
+        """Tell whether a worker takes part; in a run that has ended, whether it did to the end."""
         return row.id in self.working if self.ended else row.is_in
 
     def usage(self, devices: list[str]) -> float | None:

@@ -1,4 +1,4 @@
-"""What a device could do at best: operations a second, dense, in bfloat16 (or fp16, where it has no other). Pure.
+"""Lists the peak speed of devices: operations a second, dense, in bfloat16 (or fp16, where it has no other). Pure.
 
 From the makers' data sheets. Of a device that is not listed nothing is said.
 """

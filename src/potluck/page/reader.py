@@ -110,7 +110,7 @@ class RunReader:
 
 
 def now_record(data: bytes) -> Record | None:
-    """What now.json says, if it says it as it should: it may come from another machine."""
+    """Read now.json, if it is as it should be: it may come from another machine."""
     record = record_in(data)
     if record is None:
         return None

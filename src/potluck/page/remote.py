@@ -23,7 +23,7 @@ from potluck.words import say, size
 FRAME_BYTES = 8 << 20
 """The longest message that is taken."""
 MOST_BYTES = 1 << 30
-"""Of a run's events: a million steps have less. And never more than a quarter of what is free."""
+"""The most bytes of a run's events: a million steps have less. And never more than a quarter of what is free."""
 PATIENCE_S = 30.0
 ENDED = b'"event": "run_ended"'
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 MOST_POINTS = 1024
 MOST_CELLS = 256
-"""Of a timeline, along its time."""
+"""The most cells of a timeline, along its time."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Point:
     steps: int = 1
     loss_sum: float = 0.0
     losses: int = 0
-    """Of how many steps the loss is finite."""
+    """How many of the steps have a finite loss."""
     least: float = math.inf
     most: float = -math.inf
     most_norm: float = -math.inf
@@ -56,7 +56,8 @@ class Point:
         )
 
     def told(self) -> list[float | int | None]:
-        """As the page reads it: rows, seconds, loss, its least and most, rate, norm, its most, first and last step."""
+        """List the figures as the page reads them: rows, seconds, loss, its least and most, rate, norm, its most, first
+        and last step."""
         figures = (self.at_s, self.loss, self.least, self.most, self.lr, self.norm, self.most_norm)
         return [self.rows, *(short(figure) for figure in figures), self.first, self.last]
 
@@ -89,7 +90,7 @@ class Series:
 
 
 Cell = dict[int, list[float]]
-"""Of some steps, for each worker by its id: seconds busy, waiting, sending."""
+"""Seconds that each worker, by its id, was busy, waiting and sending in some steps."""
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from potluck.page.access import Access
 from potluck.page.connections import BACKLOG, HEAD_S, PageConnection
 from potluck.page.reader import RunReader
 from potluck.page.sentences import Record
-from potluck.page.server import Allowed, PageServer
+from potluck.page.server import PagePermissions, PageServer
 from potluck.page.settings import PageSettings
 from potluck.page.where import keep_place
 
@@ -35,13 +35,13 @@ def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: 
     """Until Ctrl-C, or until standard input ends."""
     access = Access(settings.host, listener.getsockname()[1], settings.token, bool(settings.identity))
     reader = RunReader(_path(settings.folder), _path(settings.pointer))
-    allowed = Allowed(
+    permissions = PagePermissions(
         invite=_path(settings.invite),
         order=_pass_on if settings.control else None,
         order_token=secrets.token_urlsafe(18) if settings.control else "",
         led=settings.led,
     )
-    page = PageServer(reader, access, allowed)
+    page = PageServer(reader, access, permissions)
     config = uvicorn.Config(
         page.app(),
         log_config=None,
@@ -93,7 +93,7 @@ def _wait_for_end(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None
 
 
 async def _end_after(server: uvicorn.Server, page: PageServer, ended: asyncio.Event) -> None:
-    """Whoever looks sees the end of the run, if it has come."""
+    """Stop the server once anyone who looks has been sent the end of the run, if it has come."""
     await ended.wait()
     while page.reader.read_on():
         await asyncio.sleep(0)

@@ -28,7 +28,7 @@ from potluck.page.view import Viewer
 UPDATE_S = 1.0
 """A page hears of what has changed this often at most."""
 ROWS_PER_S = 250
-"""Of a crowd, rows of workers are sent less often."""
+"""The most rows of workers that a page is sent: where there are more workers, rows are sent less often."""
 LOOK_S = 0.5
 MOST_VIEWERS = 32
 MOST_ORDER = 1000
@@ -39,8 +39,8 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 
 
 @dataclass(slots=True)
-class Allowed:
-    """What a person may do on this page, beside looking."""
+class PagePermissions:
+    """The actions that a person may take on this page, beside looking."""
 
     invite: Path | None = None
     """Where the line to join is; None: there is none."""
@@ -55,7 +55,7 @@ class Allowed:
 class PageServer:
     reader: RunReader
     access: Access
-    allowed: Allowed = field(default_factory=Allowed)
+    permissions: PagePermissions = field(default_factory=PagePermissions)
     viewers: int = 0
     ending: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -115,7 +115,7 @@ class PageServer:
         return StreamingResponse(self._updates(), headers=HEADERS, media_type="text/event-stream")
 
     async def _updates(self) -> AsyncIterator[str]:
-        """What has changed, for one page, until it is closed."""
+        """Yield what has changed, for one page, until it is closed."""
         self.viewers += 1
         try:
             yield "retry: 1000\n\n"
@@ -141,12 +141,12 @@ class PageServer:
             self.viewers -= 1
 
     def _more(self) -> Record:
-        allowed, now = self.allowed, self.reader.now
-        has_invite = allowed.invite is not None and allowed.invite.exists()
+        permissions, now = self.permissions, self.reader.now
+        has_invite = permissions.invite is not None and permissions.invite.exists()
         can = {
-            "order": allowed.order_token if allowed.order is not None else None,
+            "order": permissions.order_token if permissions.order is not None else None,
             "invite": has_invite,
-            "led": allowed.led or bool(now),
+            "led": permissions.led or bool(now),
         }
         return {"can": can, "caught_up": self.reader.is_caught_up, "host_at": now.get("time")}
 
@@ -162,7 +162,11 @@ class PageServer:
         if not self.access.is_same_origin(request.headers):
             return PlainTextResponse("The line to join is shown on this page alone.\n", 403, HEADERS)
         try:
-            line = self.allowed.invite.read_text(encoding="utf-8").strip() if self.allowed.invite is not None else ""
+            line = (
+                self.permissions.invite.read_text(encoding="utf-8").strip()
+                if self.permissions.invite is not None
+                else ""
+            )
         except OSError:
             line = ""
         if not line:
@@ -172,19 +176,19 @@ class PageServer:
     async def _order(self, request: Request) -> Response:
         if (refused := self._refused(request)) is not None:
             return refused
-        allowed = self.allowed
-        if allowed.order is None:
+        permissions = self.permissions
+        if permissions.order is None:
             return PlainTextResponse(
                 "This page only shows. Start the host with --control to allow more.\n", 403, HEADERS
             )
-        is_ours = is_right_secret(request.headers.get("x-potluck-order", ""), allowed.order_token)
+        is_ours = is_right_secret(request.headers.get("x-potluck-order", ""), permissions.order_token)
         if not is_ours or not self.access.is_same_origin(request.headers):
             return PlainTextResponse("Orders are taken from this page alone.\n", 403, HEADERS)
         order = await _read_order(request)
         if order is None:
             return PlainTextResponse(f"An order is one of: {', '.join(ACTIONS)}.\n", 400, HEADERS)
         try:
-            allowed.order(order)
+            permissions.order(order)
         except OSError:
             return PlainTextResponse("Whoever leads the run does not hear this page any more.\n", 503, HEADERS)
         return PlainTextResponse("It was passed on.\n", 202, HEADERS)
@@ -205,12 +209,12 @@ async def _read_order(request: Request) -> Record | None:
         if len(body) > MOST_ORDER:
             return None
     try:
-        found: Any = json.loads(body)
+        order: Any = json.loads(body)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("action") not in ACTIONS:
+    if not isinstance(order, dict) or order.get("action") not in ACTIONS:
         return None
-    worker = found.get("worker")
-    if (found["action"] == "let_go") != isinstance(worker, int) or isinstance(worker, bool):
+    worker = order.get("worker")
+    if (order["action"] == "let_go") != isinstance(worker, int) or isinstance(worker, bool):
         return None
-    return {"action": found["action"], "worker": worker}
+    return {"action": order["action"], "worker": worker}

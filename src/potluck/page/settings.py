@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PageSettings:
-    """What the process is told, as JSON. Paths are absolute; empty: there is none."""
+    """The settings that the page's process gets, as JSON. Paths are absolute; empty: there is none."""
 
     host: str
     port: int
     token: str
     descriptor: int
-    """Of the socket that listens, which it inherits; -1: it opens one itself."""
+    """Descriptor of the socket that listens, which it inherits; -1: it opens one itself."""
     folder: str = ""
     pointer: str = ""
     """A file that names the folder, once it is known."""

@@ -33,8 +33,8 @@ LONGEST_ORDER = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PageWanted:
-    """What is shown, and what may be done there."""
+class PageRequest:
+    """The run that a page shows, and what may be done there."""
 
     folder: Path | None = None
     pointer: Path | None = None
@@ -51,13 +51,13 @@ class PageWanted:
     """Hears what a person orders; None: the page only shows."""
 
 
-def start_page(address: PageAddress | None, wanted: PageWanted) -> "PageProcess | None":
+def start_page(address: PageAddress | None, request: PageRequest) -> "PageProcess | None":
     """None: there is none, and a sentence has said why if one was asked for."""
     if address is None:
         return None
     try:
-        place, settings = prepare_page(address, wanted)
-        return PageProcess(place, settings, wanted)
+        place, settings = prepare_page(address, request)
+        return PageProcess(place, settings, request)
     except (OSError, ConfigError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         at = f"{address.host} port {address.port}" if address.port else address.host
@@ -65,12 +65,12 @@ def start_page(address: PageAddress | None, wanted: PageWanted) -> "PageProcess 
         return None
 
 
-def prepare_page(address: PageAddress, wanted: PageWanted) -> tuple[PagePlace, PageSettings]:
+def prepare_page(address: PageAddress, request: PageRequest) -> tuple[PagePlace, PageSettings]:
     """Its socket, and what its process is told. Beyond this machine it is encrypted."""
     identity = None
-    if address.is_for_others and wanted.identity is not None:
-        identity = Identity.load_or_make(wanted.identity)
-    kept_in = (wanted.kept_in or wanted.folder) if wanted.keeps_place else None
+    if address.is_for_others and request.identity is not None:
+        identity = Identity.load_or_make(request.identity)
+    kept_in = (request.kept_in or request.folder) if request.keeps_place else None
     place = open_place(address, kept_in, encrypted=identity is not None)
     if identity is not None:
         place.fingerprint = fingerprint_of(identity)
@@ -79,13 +79,13 @@ def prepare_page(address: PageAddress, wanted: PageWanted) -> tuple[PagePlace, P
         port=place.access.port,
         token=place.access.token,
         descriptor=place.listener.fileno() if HAS_GROUPS else -1,
-        folder=_text(wanted.folder),
-        pointer=_text(wanted.pointer),
-        invite=_text(wanted.invite),
+        folder=_text(request.folder),
+        pointer=_text(request.pointer),
+        invite=_text(request.invite),
         identity=_text(identity.folder if identity is not None else None),
-        led=wanted.led,
-        control=wanted.on_order is not None,
-        keeps_place=wanted.keeps_place,
+        led=request.led,
+        control=request.on_order is not None,
+        keeps_place=request.keeps_place,
     )
     return place, settings
 
@@ -95,7 +95,7 @@ def _text(path: Path | None) -> str:
 
 
 def fingerprint_of(identity: Identity) -> str:
-    """Of its certificate, as browsers show it."""
+    """Return the fingerprint of its certificate, as browsers show it."""
     der = ssl.PEM_cert_to_DER_cert((identity.folder / "cert.pem").read_text(encoding="ascii"))
     digest = hashlib.sha256(der).hexdigest().upper()
     return ":".join(digest[at : at + 2] for at in range(0, len(digest), 2))
@@ -113,9 +113,9 @@ def tell_of(place: PagePlace) -> None:
 
 
 class PageProcess:
-    def __init__(self, place: PagePlace, settings: PageSettings, wanted: PageWanted) -> None:
+    def __init__(self, place: PagePlace, settings: PageSettings, request: PageRequest) -> None:
         self.place = place
-        self._wanted = wanted
+        self._request = request
         self._is_ending = False
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the process
         with place.listener:
@@ -141,9 +141,9 @@ class PageProcess:
     def _watch(self) -> None:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline(LONGEST_ORDER):
-            if self._wanted.on_order is not None:
+            if self._request.on_order is not None:
                 with contextlib.suppress(ValueError):
-                    self._wanted.on_order(json.loads(line))
+                    self._request.on_order(json.loads(line))
         code = self.process.wait()
         if not self._is_ending:
             self._complaints.seek(0)
@@ -179,7 +179,7 @@ def page_of_training(address: PageAddress | None, out: str | None) -> Iterator[N
     with tempfile.TemporaryDirectory(prefix="potluck-page-") as aside:
         pointer = Path(aside) / "folder"
         kept_in = Path(out) if out else None
-        page = start_page(address, PageWanted(pointer=pointer, kept_in=kept_in, identity=Path(aside) / "identity"))
+        page = start_page(address, PageRequest(pointer=pointer, kept_in=kept_in, identity=Path(aside) / "identity"))
         os.environ[PAGE_POINTER] = str(pointer)
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the page is sent: all of a view at first, and from then on only what has changed. Pure.
+"""Views: a page is sent all of a view at first, and from then on only what has changed. Pure.
 
 A view is of bounded size. Of a thousand workers' rows only those travel whose figures differ from what was sent.
 """
@@ -52,7 +52,8 @@ def head_of(fold: Fold, now: Record) -> Record:
 
 
 def bytes_of(fold: Fold, now: Record) -> Record | None:
-    """What has travelled: counted by a host; of a group computed, from the model's size and its steps."""
+    """Return the bytes that have travelled: counted by a host; in a group computed, from the model's size and its
+    steps."""
     if told := now.get("bytes"):
         return {"sent": told["sent"], "received": told["received"], "saved": told["saved"], "counted": True}
     run, wire = fold.run, fold.run.get("wire", "")
@@ -80,19 +81,20 @@ def _is_in(fold: Fold, row: WorkerRow, told: dict[int, Record], now: Record) -> 
 
 
 def rows_of(fold: Fold, now: Record) -> dict[int, list[Any]]:
-    """Of each worker: name, device, rows, share, speed, busy, wait, send, link, phase, doing, heard at, why, is in."""
-    told, told_at = _told(now), now.get("time", 0.0)
-    inside = {row.id: row for row in fold.workers.values() if _is_in(fold, row, told, now)}
+    """List the figures of each worker: name, device, rows, share, speed, busy, wait, send, link, phase, doing, heard
+    at, why, is in."""
+    live_rows, told_at = _told(now), now.get("time", 0.0)
+    inside = {row.id: row for row in fold.workers.values() if _is_in(fold, row, live_rows, now)}
     rows_now = sum(row.rows for row in inside.values())
     speeds = sum(row.speed or 0.0 for row in inside.values())
-    found: dict[int, list[Any]] = {}
+    rows: dict[int, list[Any]] = {}
     for row in list(fold.workers.values())[-MOST_ROWS:]:
-        live = told.pop(row.id, None)
-        found[row.id] = _row(fold, row, live, row.id in inside, (rows_now, speeds), told_at)
-    for live in list(told.values())[:MOST_ROWS]:  # those that are not ready yet
+        live = live_rows.pop(row.id, None)
+        rows[row.id] = _row(fold, row, live, row.id in inside, (rows_now, speeds), told_at)
+    for live in list(live_rows.values())[:MOST_ROWS]:  # those that are not ready yet
         fresh = WorkerRow(live["id"], live["name"], live.get("kind", ""))
-        found[fresh.id] = _row(fold, fresh, live, True, (0, 0.0), told_at)
-    return found
+        rows[fresh.id] = _row(fold, fresh, live, True, (0, 0.0), told_at)
+    return rows
 
 
 def _row(
@@ -150,21 +152,22 @@ def run_of(fold: Fold) -> Record:
 
 
 def cells_of(fold: Fold, start: int) -> list[list[Any]]:
-    """Of each stretch of time: its beginning, its end, and for each lane how much of it was busy, and sending."""
-    told = []
+    """List the cells of the timeline: the beginning and end of each, and for each lane how much of it was busy, and
+    sending."""
+    cells = []
     for start_s, at_s, _, done in fold.timeline.cells[start:]:
         shares: list[Any] = []
         for lane in fold.lanes:
             seconds = done.get(lane)
             whole = sum(seconds) if seconds is not None else 0.0
             shares.append([round(100 * seconds[0] / whole), round(100 * seconds[2] / whole)] if whole else None)  # type: ignore[index]
-        told.append([short(start_s), short(at_s), shares])
-    return told
+        cells.append([short(start_s), short(at_s), shares])
+    return cells
 
 
 @dataclass(slots=True)
 class Viewer:
-    """What one page has been sent so far."""
+    """Remembers what one page has been sent so far."""
 
     series: tuple[int, int] = (-1, 0)
     """(generation, points)"""
@@ -174,8 +177,8 @@ class Viewer:
     sections: dict[str, Any] = field(default_factory=dict)
 
     def update(self, fold: Fold, now: Record, more: Record, *, with_rows: bool = True) -> Record:
-        """What has changed since the last one. `more`: what is not of the run, such as what a person may do here.
-        `with_rows`: of workers too; there may be many."""
+        """Return what has changed since the last update. `more`: what is not of the run, such as what a person may do
+        here. `with_rows`: include rows of workers; there may be many."""
         sent: Record = {}
         sections = {
             "run": run_of(fold),

@@ -34,7 +34,7 @@ class PageAddress:
 
 
 def page_address(asked: str | None) -> PageAddress | None:
-    """What `--page` says: off, on, a port, or ADDRESS:PORT. None: there is no page."""
+    """Read what `--page` says: off, on, a port, or ADDRESS:PORT. None: there is no page."""
     text = (asked if asked is not None else os.environ.get(ASKED, "on")).strip()
     if text == OFF:
         return None
@@ -88,11 +88,11 @@ def keep_place(folder: Path, access: Access) -> None:
 
 def _kept(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / KEPT).read_text(encoding="utf-8"))
+        kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    is_right = isinstance(found, dict) and isinstance(found.get("port"), int) and 0 < found["port"] < 1 << 16
-    return found if is_right and isinstance(found.get("token"), str) else {}
+    is_right = isinstance(kept, dict) and isinstance(kept.get("port"), int) and 0 < kept["port"] < 1 << 16
+    return kept if is_right and isinstance(kept.get("token"), str) else {}
 
 
 def _listen(host: str, port: int) -> socket.socket:

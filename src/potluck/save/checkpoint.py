@@ -54,7 +54,7 @@ class Snapshot:
     body: dict[str, Any]
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     notes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What a file says of its tensors, by its stem: where they are pieces."""
+    """Notes on each file's tensors, by its stem, where they are pieces."""
 
     @property
     def step(self) -> int:

@@ -18,9 +18,9 @@ from potluck.errors import CheckpointError
 from potluck.files import first_free
 
 FORMAT, FORMAT_IN_PARTS = 1, 2
-"""Of a checkpoint with whole tensors; and of one whose files each hold some pieces (sharding/stored.py)."""
+"""Format of a checkpoint with whole tensors; and of one whose files each hold some pieces (sharding/stored.py)."""
 AVERAGE = "outer_average"
-"""Of a parameter, beside the optimizer's state of it: the average of its values."""
+"""Key of a parameter's average, beside the optimizer's state of it."""
 BEST = "best"
 """In a manifest: the validation loss, of a checkpoint that was saved because it was the best so far."""
 BASE = "base"
@@ -45,7 +45,7 @@ def prune(folder: Path, keep_last: int, newest: Path) -> None:
 
 
 def best_of(standing: list[Path]) -> Path | None:
-    """Of checkpoints, newest first: the last that was the best when it was saved."""
+    """Return the last checkpoint, of these from newest to oldest, that was the best when it was saved."""
     return next((path for path in standing if best_loss(path) is not None), None)
 
 

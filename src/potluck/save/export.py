@@ -22,7 +22,7 @@ BLOCK_BYTES = 16 << 20
 MODEL, OPTIMIZER = "model", "optimizer"
 
 Sources = dict[str, tuple[TensorFiles, str]]
-"""Of each tensor by its name in Python: in which files it is, and by which name there."""
+"""Where each tensor is, by its name in Python: the files, and its name there."""
 Rename = Callable[[str], str]
 """From the name that a tensor has in Python to the one that it has in the file."""
 Begin = Callable[[str, int], Callable[[int], None]]
@@ -30,8 +30,8 @@ Begin = Callable[[str, int], Callable[[int], None]]
 
 
 def export(source: Path, out: Path, *, ema: bool = False, rename: Rename = str, shown: Path | None = None) -> int:
-    """Of one checkpoint, or of the newest one of a run. `ema`: the average of its weights, where one was kept.
-    `shown`: what a person is told was written, if `out` is on its way there."""
+    """Write the model of one checkpoint, or of the newest one of a run. `ema`: the average of its weights, where one
+    was kept. `shown`: the path that a person is told, if `out` is on its way there."""
     console = Console(stderr=True, highlight=False)
     _check_place(out)
     with _progress(console) as begin:
@@ -51,7 +51,7 @@ def export(source: Path, out: Path, *, ema: bool = False, rename: Rename = str, 
 
 
 def write_plain(checkpoint: Path, out: Path) -> None:
-    """The same without a word."""
+    """Write the model of a checkpoint without a word."""
     _write_model(checkpoint, checkpoint_folder.check(checkpoint), out, lambda what, total: lambda done: None)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint leaves out: the frozen base, which each worker has from elsewhere. It keeps a hash of that."""
+"""Leaves the frozen base out of checkpoints, since each worker has it from elsewhere: they keep a hash of it."""
 
 import json
 from collections.abc import Container
@@ -27,12 +27,13 @@ def leave_out(replica: "Replica", link: Link = Alone()) -> tuple[frozenset[str],
 def check_left_out(
     base: "FrozenBase | None", standing: dict[str, Any], saved: Container[str], source: str
 ) -> frozenset[str]:
-    """What is not in this checkpoint and is here already, once that is known to be the same. Changes nothing."""
-    if (told := standing.get(BASE)) is None:
+    """Return the names that are not in this checkpoint and are here already, once the two bases are known to be the
+    same. Changes nothing."""
+    if (saved_base := standing.get(BASE)) is None:
         return frozenset()
     names = frozenset(name for name in base.hashes if name not in saved) if base is not None else frozenset[str]()
-    if base is None or base.hash_of(names) != told["hash"]:
-        what = f"{plural(told['tensors'], 'tensor')} of {size(told['bytes'])}"
+    if base is None or base.hash_of(names) != saved_base["hash"]:
+        what = f"{plural(saved_base['tensors'], 'tensor')} of {size(saved_base['bytes'])}"
         raise CheckpointError(
             f"{source} was trained on another frozen base than this model's: {what}, of which it holds only the hash."
             " Nothing was loaded. Load the base that the run was begun with, in the same form (type, quantisation), and"

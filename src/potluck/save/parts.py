@@ -88,7 +88,7 @@ def optimizer_part(sharded: Sharded) -> Pieces:
 
 
 def whole_tensors(sharded: Sharded) -> dict[str, Tensor]:
-    """What each rank has whole of all that the model's state_dict holds."""
+    """Return the tensors of the model's state_dict that each rank has whole."""
     elsewhere = {*sharded.split, *sharded.tied()}
     return {name: tensor for name, tensor in own_state(sharded.model).items() if name not in elsewhere}
 
@@ -136,7 +136,7 @@ def check_part(
 def load_part(
     sharded: Sharded, model: Ranges, optimizer: Ranges, skeleton: dict[str, Any], without: Container[str] = ()
 ) -> None:
-    """What this rank owns. Wherever parameters are kept whole, its share() tells them to the others."""
+    """Load the part that this rank owns. Where parameters are kept whole, share() then sends them to the others."""
     load_model_part(sharded, model, without)
     load_optimizer_part(sharded, optimizer, skeleton)
 
@@ -159,7 +159,7 @@ def load_model_part(sharded: Sharded, source: Ranges, without: Container[str] = 
 def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, Any]) -> None:
     optimizer = sharded.optimizer
     optimizer.state.clear()  # else the old state and the new one would be here together
-    mine = {id(run.parameter): run for run in (*sharded.state_runs, *sharded.mirrors)}
+    own_runs = {id(run.parameter): run for run in (*sharded.state_runs, *sharded.mirrors)}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     index = {id(parameter): i for i, parameter in enumerate(order)}
     settings = state.unflatten(skeleton["groups"], source)
@@ -168,21 +168,21 @@ def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, An
         for saved, group in zip(settings, optimizer.param_groups, strict=True)
     ]
     # One of no numbers is in no run, and has no state.
-    runs = ((i, mine[id(parameter)]) for i, parameter in enumerate(order) if id(parameter) in mine)
+    runs = ((i, own_runs[id(parameter)]) for i, parameter in enumerate(order) if id(parameter) in own_runs)
     states = {i: _read_state(run, source, skeleton["state"]) for i, run in runs}
     state.load_state(optimizer, groups, {i: each for i, each in states.items() if each})
 
 
 def _read_state(run: FlatRun, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
-    """Of a parameter that no step has used, there is none."""
+    """Read the state of a run; empty for a parameter that no step has used."""
     span = run.span
-    found: dict[str, Any] = {}
+    state_of_run: dict[str, Any] = {}
     for key, entry in skeleton.get(span.name, {"dict": {}})["dict"].items():
         if _is_range(key, span, entry, source):
-            found[key] = _read_flat(run, source, entry["tensor"])
+            state_of_run[key] = _read_flat(run, source, entry["tensor"])
         else:
-            found[key] = state.unflatten(entry, source)
-    return found
+            state_of_run[key] = state.unflatten(entry, source)
+    return state_of_run
 
 
 def _is_range(key: str, span: Span, entry: Any, source: Ranges) -> bool:

@@ -76,12 +76,12 @@ class Saves:
                 return None
             whole = take_snapshot(replica, standing, randoms, kept)
             return lambda: checkpoint.write(folder, whole)
-        without, told = leave_out(replica, self._link)
+        without, base_notes = leave_out(replica, self._link)
         aside, randoms = split_saves.agree_on_aside(self._link, folder, standing["step"])
         share = Share(rank, sharded.collectives.world, aside)
         if rank >= share.world:
             return None  # a node of others holds the same parts, and writes them
-        standing |= told
+        standing |= base_notes
         part = split_saves.take_part(sharded, standing, randoms if with_randoms else [], share, kept, without)
         if rank:
             return lambda: write_share(share, part)
@@ -208,7 +208,7 @@ class _Told:
 
 
 def sharded_of(replica: "Replica") -> Sharded | None:
-    """What this worker holds of a model that is split; none if it has all of it."""
+    """Return this worker's part of a model that is split; None if it has all of it."""
     return replica.part or replica.sharded
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 600.0
 """How long rank 0 waits for the files of the others, once its own are written."""
 GRACE_S = 5.0
-"""The same, once it is known that one of them is gone."""
+"""How long rank 0 waits for the files of the others, once it is known that one of them is gone."""
 LOOK_S = 0.02
 """Between two looks for them."""
 
@@ -49,7 +49,7 @@ class Share:
     """The folder that all of them write into."""
 
     def stem(self, stem: str) -> str:
-        """Of this rank's own file of a kind."""
+        """Return the stem of this rank's own file of a kind."""
         return f"{stem}-{self.rank:05d}-of-{self.world:05d}"
 
     def done(self, rank: int) -> Path:
@@ -62,7 +62,7 @@ class Share:
 
 
 def write_share(share: Share, snapshot: Snapshot) -> None:
-    """What a rank other than 0 does."""
+    """Write the files of a rank other than 0."""
     try:
         _write_files(share, snapshot)
     except (OSError, CheckpointError) as error:
@@ -75,7 +75,7 @@ def write_share(share: Share, snapshot: Snapshot) -> None:
 
 
 def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: Callable[[], bool]) -> Path:
-    """What rank 0 does: its own files, and what makes the files of all a checkpoint. Returns where that is."""
+    """Write rank 0's files, and make the files of all ranks a checkpoint. Returns where it is."""
     with failures_told(folder, share.aside, snapshot.step):
         _write_files(share, snapshot)
         sums = _await_all(share, is_one_gone)
@@ -129,7 +129,7 @@ Standing = dict[str, Any]
 KeptTensors = dict[str, Tensor]
 """In host memory: tensors of the scheduler and of fleet.state, which the standing names."""
 TENSORS = "kept tensors"
-"""Under which a standing that was loaded has them."""
+"""Key under which a position that was loaded has its tensors."""
 ALL_DAMAGED = "Every checkpoint in {} is damaged. Start anew in another folder."
 
 
@@ -140,22 +140,22 @@ def together(link: Link, work: Callable[[], None]) -> None:
         work()
     except Exception as caught:
         error = caught
-    told = [data.decode() for data in link.gather_bytes(str(error or "").encode())]
+    errors = [data.decode() for data in link.gather_bytes(str(error or "").encode())]
     if error is not None:
         raise error
-    if any(told):
-        raise CheckpointError(next(sentence for sentence in told if sentence))
+    if any(errors):
+        raise CheckpointError(next(sentence for sentence in errors if sentence))
 
 
 def ask_first(link: Link, work: Callable[[], Any]) -> Any:
-    """What rank 0 finds out, as JSON, on every rank. What it refuses is raised on all."""
-    told = {}
+    """Return on every rank what rank 0 finds out, as JSON. A refusal there is raised on all."""
+    answer = {}
     if link.rank == 0:
         try:
-            told = {"answer": work()}
+            answer = {"answer": work()}
         except CheckpointError as error:
-            told = {"refusal": str(error)}
-    heard = json.loads(link.gather_bytes(json.dumps(told).encode())[0])
+            answer = {"refusal": str(error)}
+    heard = json.loads(link.gather_bytes(json.dumps(answer).encode())[0])
     if "refusal" in heard:
         raise CheckpointError(heard["refusal"])
     return heard["answer"]
@@ -180,7 +180,8 @@ def take_part(
 
 
 def files_beside(randoms: list[bytes], kept: KeptTensors) -> dict[str, dict[str, Tensor]]:
-    """What a checkpoint holds beside the model and its optimizer: each worker's random state, and what is kept."""
+    """List the files of a checkpoint beside the model and its optimizer: each worker's random state, and what is
+    kept."""
     randoms_by_rank = {str(rank): from_bytes(data) for rank, data in enumerate(randoms)}
     return {checkpoint.RANDOM: randoms_by_rank, **({checkpoint.KEPT: kept} if kept else {})}
 

@@ -22,7 +22,7 @@ from potluck.sharding.united_optimizers import each_of
 from potluck.tensor_bytes import from_bytes, to_bytes
 
 MOST_RANDOM_BYTES = 1 << 24
-"""Of a worker's random state, unpacked."""
+"""The most bytes of a worker's random state, unpacked."""
 
 
 class Described(Protocol):
@@ -46,9 +46,9 @@ def model_state(model: nn.Module, without: Container[str] = ()) -> dict[str, Ten
     return {name: to_host(tensor) for name, tensor in own_state(model).items() if name not in without}
 
 
-def check_model(mine: Mapping[str, Described], saved: Mapping[str, Described], source: str) -> None:
-    """The first parameter that differs is named; nothing has been changed by then. `mine`: as in a state_dict."""
-    for name, tensor in mine.items():
+def check_model(own: Mapping[str, Described], saved: Mapping[str, Described], source: str) -> None:
+    """Refuse a checkpoint of another model: name the first parameter that differs. Nothing has been changed by then."""
+    for name, tensor in own.items():
         if name not in saved:
             raise CheckpointError(f"{source} is of another model: it has no parameter {name}.")
         if tuple(saved[name].shape) != tuple(tensor.shape) or saved[name].dtype != tensor.dtype:
@@ -57,7 +57,7 @@ def check_model(mine: Mapping[str, Described], saved: Mapping[str, Described], s
                 f" {_shape(tensor)}."
             )
     for name in saved:
-        if name not in mine:
+        if name not in own:
             raise CheckpointError(f"{source} is of another model: its parameter {name} is not in this one.")
 
 
@@ -306,19 +306,19 @@ class UserState(MutableMapping[str, Any]):
         return f"{NAME} {self._values!r}"
 
     def save(self, tensors: dict[str, Tensor]) -> Any:
-        """As JSON; tensors go into `tensors`."""
+        """Return what is kept as JSON; its tensors go into `tensors`."""
         for name, (save_one, _) in self._pairs.items():
             self[name] = save_one()
         return flatten(self._values, NAME, tensors, "")
 
     def load(self, saved: Any, tensors: Tensors) -> None:
-        """What was kept takes the place of what is here; what is here alone stays."""
+        """Replace values here by those that were kept; values that are only here stay."""
         if saved is None:  # a checkpoint of an earlier version
             return
-        found = unflatten(saved, tensors)
-        if not isinstance(found, dict):
-            raise TypeError(f"{NAME} is a table, not a {type(found).__name__}")
-        self._values |= found
+        values = unflatten(saved, tensors)
+        if not isinstance(values, dict):
+            raise TypeError(f"{NAME} is a table, not a {type(values).__name__}")
+        self._values |= values
 
     def tell_loaded(self) -> None:
         """Calls what is the user's own, so its errors are not those of a damaged checkpoint."""

@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from potluck.engine.replica import Replica
 
 _LENGTH = struct.Struct("<Q")
-"""Of the list of files with which an object of files begins."""
+"""Length of the list of files with which an object of files begins."""
 NOTES = "notes.json"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredProgress:
-    """What a worker had kept of itself."""
+    """The progress that a worker had kept of itself."""
 
     notes: dict[str, Any]
     files: "_Files"
@@ -120,7 +120,7 @@ class StoreRun:
         self.link.inner.durable(position)
 
     def forget(self, passes: int) -> None:
-        """What came in these passes may go, where nothing is kept."""
+        """Let go of what came in these passes, where nothing is kept."""
         if self._channel is not None:
             self._channel.consumed(passes)
 

@@ -37,11 +37,11 @@ def whole_state(link: Link, replica: "Replica", names: Sequence[str]) -> dict[st
     if is_in_parts(replica):
         sharded = sharded_of(replica)
         assert sharded is not None
-        found = _fetch_all(link, sharded)
+        tensors = _fetch_all(link, sharded)
     else:
-        found = state.model_state(replica.model) if link.rank == 0 else {}
-    order = [*(name for name in names if name in found), *(name for name in found if name not in names)]
-    return {name: found[name] for name in order}
+        tensors = state.model_state(replica.model) if link.rank == 0 else {}
+    order = [*(name for name in names if name in tensors), *(name for name in tensors if name not in names)]
+    return {name: tensors[name] for name in order}
 
 
 def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
             stored.pieces.append(Piece(start, end, rank, 0))
             pieces.setdefault(name, []).append((rank, key))
     others = {key: value for key, value in own.items() if not _has_bytes(value)}
-    found: dict[str, Any] = {key: state.to_host(v) if isinstance(v, Tensor) else v for key, v in others.items()}
+    tensors: dict[str, Any] = {key: state.to_host(v) if isinstance(v, Tensor) else v for key, v in others.items()}
     for name, stored in listed.items():
         _check_whole(name, stored)
         whole = _room_for(stored) if link.rank == 0 else None
@@ -66,10 +66,10 @@ def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
             place = whole.view(-1)[piece.start : piece.end] if whole is not None else None
             _fetch(link, rank, own[key].reshape(-1) if rank == link.rank else None, place, piece, stored)
         if whole is not None:
-            found[name] = whole
+            tensors[name] = whole
     if link.rank:
         return {}
-    return found | {name: found[first] for name, first in tied.items()}
+    return tensors | {name: tensors[first] for name, first in tied.items()}
 
 
 def _has_bytes(value: Any) -> bool:
