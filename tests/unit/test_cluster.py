@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from potluck.cli import _split
-from potluck.cluster.asked import Asked
-from potluck.cluster.brings import Brings, own_brings
 from potluck.cluster.finding import LOOKS, find
 from potluck.cluster.meeting import Meeting, Reply
+from potluck.cluster.options import UpOptions
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import plan, plan_early
-from potluck.cluster.ray import seats_of
+from potluck.cluster.ray import slots_of
 from potluck.cluster.reaching import interface_to, reach
+from potluck.cluster.resources import NodeResources, own_resources
 from potluck.cluster.running import up
 from potluck.cluster.slurm import requeue
 from potluck.errors import ConfigError
@@ -123,7 +123,7 @@ def test_without_a_scheduler_a_sentence_names_those_it_looked_for() -> None:
 
 
 PLACE = JobPlace(scheduler="SLURM", node="n1", tasks=3)
-TWO, FOUR = Brings(cores=2, processor="Epyc"), Brings(cores=4, processor="Epyc", gpus=("L4", "L4"))
+TWO, FOUR = NodeResources(cores=2, processor="Epyc"), NodeResources(cores=4, processor="Epyc", gpus=("L4", "L4"))
 
 
 def test_nodes_that_are_alike_become_a_group_and_others_join_a_host() -> None:
@@ -145,8 +145,8 @@ def test_a_job_that_may_be_started_again_has_a_host_unless_a_group_is_asked_for(
 
 
 def test_a_scheduler_gives_fewer_cores_than_there_are() -> None:
-    assert own_brings(1, None).cores == 1
-    assert own_brings(None, "").gpus == ()
+    assert own_resources(1, None).cores == 1
+    assert own_resources(None, "").gpus == ()
 
 
 def test_nodes_meet_in_files_for_their_owner_alone_and_take_no_answer_from_before(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_second_job_in_a_folder_is_refused_and_leaves_the_first_ones_meeting_a
         environment = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "HOME": str(tmp_path)}
         monkeypatch.setattr("os.environ", environment | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
         with pytest.raises(ConfigError, match=r"Another run is using .*/run right now"):
-            up(Asked(what="small", out=str(tmp_path / "run"), led="host"), None)
+            up(UpOptions(what="small", out=str(tmp_path / "run"), led="host"), None)
         assert {path.name: path.read_text() for path in first.folder.iterdir()} == there
         late = Meeting(tmp_path / "run", "")
         greeting = late.greet(1, "n2", 1, TWO)
@@ -233,7 +233,7 @@ def test_what_named_starts_have_left_in_a_meeting_is_not_in_the_way(tmp_path: Pa
 def test_a_job_without_srun_and_scontrol_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.environ", {"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
     with pytest.raises(ConfigError, match="Cannot run srun: No such file"):
-        up(Asked(what="small"), None)
+        up(UpOptions(what="small"), None)
     assert not requeue(PLACE)
 
 
@@ -275,9 +275,9 @@ def test_what_follows_a_script_is_its_own(given: str, ours: str, scripts: str) -
 
 
 def test_a_run_folder_is_the_same_on_every_node_and_when_the_job_is_started_again() -> None:
-    assert Asked(what="demo").folder("17") == Path("runs/demo-17")
-    assert Asked(what="some/own.py").folder("") == Path("runs/own")
-    assert Asked(what="demo", out="here").folder("17") == Path("here")
+    assert UpOptions(what="demo").folder("17") == Path("runs/demo-17")
+    assert UpOptions(what="some/own.py").folder("") == Path("runs/own")
+    assert UpOptions(what="demo", out="here").folder("17") == Path("here")
 
 
 def test_a_node_of_ray_has_a_seat_for_each_gpu_or_one_for_all_its_cores() -> None:
@@ -286,10 +286,10 @@ def test_a_node_of_ray_has_a_seat_for_each_gpu_or_one_for_all_its_cores() -> Non
         "NodeManagerHostname": "n1",
         "Resources": {"CPU": 8.0, "GPU": 2.0, "accelerator_type:L4": 1.0},
     }
-    seats = seats_of(Asked(what="own.py"), node)
-    assert [(seat.cpus, seat.gpus, seat.config.count, seat.config.threads) for seat in seats] == [(4, 1, 1, 4)] * 2
-    (seat,) = seats_of(Asked(what="own.py", workers=2), node)
-    assert (seat.cpus, seat.gpus, seat.config.count, seat.config.threads) == (8, 2, 2, 4)
-    (seat,) = seats_of(Asked(what="own.py", threads=1), node | {"Resources": {"CPU": 3.0}})
-    assert (seat.cpus, seat.gpus, seat.config.count) == (1, 0, 1)
-    assert seats_of(Asked(what="own.py"), node | {"Resources": {"memory": 1.0}}) == []
+    slots = slots_of(UpOptions(what="own.py"), node)
+    assert [(slot.cpus, slot.gpus, slot.config.count, slot.config.threads) for slot in slots] == [(4, 1, 1, 4)] * 2
+    (slot,) = slots_of(UpOptions(what="own.py", workers=2), node)
+    assert (slot.cpus, slot.gpus, slot.config.count, slot.config.threads) == (8, 2, 2, 4)
+    (slot,) = slots_of(UpOptions(what="own.py", threads=1), node | {"Resources": {"CPU": 3.0}})
+    assert (slot.cpus, slot.gpus, slot.config.count) == (1, 0, 1)
+    assert slots_of(UpOptions(what="own.py"), node | {"Resources": {"memory": 1.0}}) == []

@@ -1,4 +1,4 @@
-"""Which scheduler started this, as its environment says. Pure: nothing is asked, opened or started."""
+"""Finds the scheduler that started this process, from its environment. Pure: nothing is asked, opened or started."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,7 +7,7 @@ from potluck.cluster.place import JobPlace
 from potluck.errors import ConfigError
 
 RAY = ("ray", "auto")
-"""What `--on` calls the Ray cluster of this machine."""
+"""Name that `--on` has for the Ray cluster of this machine."""
 
 
 def ray(environ: Mapping[str, str]) -> JobPlace | None:

@@ -28,7 +28,7 @@ MPI = {
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "PMI_RANK": ("PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Of Open MPI; and of MPICH and Intel MPI: rank, how many, rank on the node, how many there."""
+"""Variables of Open MPI, and of MPICH and Intel MPI: rank, how many, rank on the node, how many there."""
 
 
 def mpi(environ: Mapping[str, str]) -> JobPlace | None:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from potluck.cluster.brings import Brings
 from potluck.cluster.plan import As
+from potluck.cluster.resources import NodeResources
 from potluck.config import from_dict
 from potluck.errors import ConfigError
 from potluck.files import write_whole
@@ -34,7 +34,7 @@ class Greeting:
     word: str
     node: str
     workers: int
-    brings: Brings
+    brings: NodeResources
     call: str = ""
     """The first node's word, as far as it was heard."""
 
@@ -44,7 +44,7 @@ class Reply:
     word: str
     led: As
     address: str = ""
-    """Of a group: where its ranks meet."""
+    """Address where the ranks of a group meet."""
     port: int = 0
     first: int = 0
     """The lowest rank on the node that is answered."""
@@ -87,16 +87,16 @@ class Meeting:
         return hold(self._run, self._lock_name)
 
     def greetings(self, tasks: int | None) -> dict[int, Greeting]:
-        """Of all others that have heard the call so far, by their task."""
+        """Return the greetings of all others that have heard the call so far, by their task."""
         if not self._call:
             self._call = secrets.token_hex(8)
             self._write(CALL, self._call)
-        found = {}
+        greetings = {}
         for path in self.folder.glob("greeting-*.json"):
             number = path.stem.removeprefix("greeting-")
             if number.isdigit() and 0 < int(number) < (tasks or 1 << 31):
-                found[int(number)] = from_dict(Greeting, _read(path), f"{path}")
-        return {task: each for task, each in sorted(found.items()) if each.call == self._call}
+                greetings[int(number)] = from_dict(Greeting, _read(path), f"{path}")
+        return {task: each for task, each in sorted(greetings.items()) if each.call == self._call}
 
     def answer(self, task: int, answer: Reply) -> None:
         self._write(f"answer-{task}.json", json.dumps(asdict(answer)))
@@ -129,7 +129,7 @@ class Meeting:
 
     # The others
 
-    def greet(self, task: int, node: str, workers: int, brings: Brings) -> Greeting:
+    def greet(self, task: int, node: str, workers: int, brings: NodeResources) -> Greeting:
         greeting = Greeting(word=secrets.token_hex(8), node=node, workers=workers, brings=brings)
         self._write(f"greeting-{task}.json", json.dumps(asdict(greeting)))
         return greeting
@@ -145,15 +145,15 @@ class Meeting:
     def wait_for_answer(self, task: int, greeting: Greeting, seconds: float, say: Callable[[str], None]) -> Reply:
         """Says that it waits once `seconds` are over, and gives up after ten times as long."""
         path = self.folder / f"answer-{task}.json"
-        found: list[Reply] = []
+        answers: list[Reply] = []
 
         def is_here() -> bool:
             nonlocal greeting
             greeting = self._heed_call(task, greeting)
             if path.exists():
                 answer = from_dict(Reply, _read(path), f"{path}")
-                found.extend([answer] if answer.word == greeting.word else [])
-            return bool(found)
+                answers.extend([answer] if answer.word == greeting.word else [])
+            return bool(answers)
 
         trouble = (
             f"{greeting.node} has waited {seconds:.0f} s for the first node, which leaves its answer in {self.folder}."
@@ -163,7 +163,7 @@ class Meeting:
             say(trouble)
             if not wait_until(is_here, 9 * seconds):
                 raise ConfigError(f"{trouble} Gave up after {10 * seconds:.0f} s.")
-        return found[0]
+        return answers[0]
 
     def _write(self, name: str, text: str) -> None:
         write_whole(self.folder / name, text, 0o600)

@@ -33,7 +33,7 @@ class JobPlace:
     job: str = ""
     """The job's number, of which the run folder may have its name: the same when the job is started again."""
     spread: tuple[str, ...] = ()
-    """Of a job whose command runs on one node only so far: the command that runs it on all, to be put before it."""
+    """Command that runs a job on all of its nodes, to be put before ours, if ours runs on one node only so far."""
     group: tuple[str, int] | None = None
     """Where the ranks of a group meet that the scheduler has made already: address and port."""
 

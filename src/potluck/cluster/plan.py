@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from potluck.cluster.brings import Brings, difference
 from potluck.cluster.place import JobPlace
+from potluck.cluster.resources import NodeResources, difference
 from potluck.words import plural
 
 As = Literal["group", "host"]
@@ -18,7 +18,7 @@ class Decision:
 
 
 def plan_early(place: JobPlace, asked: As | None, *, may_be_requeued: bool) -> Decision | None:
-    """What is clear before any other node is heard of; none if they decide it."""
+    """Decide what is clear before any other node is heard of; None if they decide it."""
     if asked is not None:
         return Decision(asked, f"{_what(asked)}, as asked.")
     if may_be_requeued:
@@ -30,7 +30,7 @@ def plan_early(place: JobPlace, asked: As | None, *, may_be_requeued: bool) -> D
     return None
 
 
-def plan(place: JobPlace, nodes: Sequence[tuple[str, Brings]]) -> Decision:
+def plan(place: JobPlace, nodes: Sequence[tuple[str, NodeResources]]) -> Decision:
     """By those who have come, this one first."""
     missing = (place.tasks or len(nodes)) - len(nodes)
     if missing > 0:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from potluck.cluster.asked import Asked
-from potluck.cluster.brings import Brings
+from potluck.cluster.options import UpOptions
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import plan_early
 from potluck.cluster.reaching import connect, free_port, interface_to, reach
+from potluck.cluster.resources import NodeResources
 from potluck.config import from_dict, to_dict
 from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, Interrupted, PotluckError, WorkerLost
@@ -35,15 +35,15 @@ from potluck.words import plural, say
 
 LOOK_S = 0.5
 AGAIN_S = 2.0
-"""Before a seat whose workers were lost is filled again."""
+"""Before a slot whose workers were lost is filled again."""
 
 
-def up_on_ray(asked: Asked, address: str) -> int:
+def up_on_ray(options: UpOptions, address: str) -> int:
     """Returns the exit code. `address`: of the cluster; `auto` for that of this machine."""
     ray = _library()
     try:
         if found := re.fullmatch(r"\[?([^\[\]/]+)\]?:([0-9]{1,5})", address):
-            connect(found[1], int(found[2]), asked.patience_s)  # Ray itself would try for minutes
+            connect(found[1], int(found[2]), options.patience_s)  # Ray itself would try for minutes
         ray.init(address=address, logging_level="warning")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -51,7 +51,7 @@ def up_on_ray(asked: Asked, address: str) -> int:
             " name its address with --on."
         ) from None
     try:
-        return _lead(asked)
+        return _lead(options)
     finally:
         ray.shutdown()
 
@@ -64,33 +64,33 @@ def _library() -> Any:
     return ray
 
 
-def _lead(asked: Asked) -> int:
-    folder = asked.folder("").absolute()
+def _lead(options: UpOptions) -> int:
+    folder = options.folder("").absolute()
     make_run_folder(folder)
     resume = holds_run(folder)
     if resume:
         say(f"{folder} holds a run, which resumes.")
     place = JobPlace(scheduler="Ray", node="", tasks=None, channel="actors")
-    decided = plan_early(place, asked.led, may_be_requeued=False)
+    decided = plan_early(place, options.led, may_be_requeued=False)
     assert decided is not None  # nobody knows how many nodes will come
-    crew = Crew(asked)
-    crew.fill()
-    say(f"Found Ray, with {plural(len(crew.seats), 'seat')} for workers. {decided.sentence}")
+    actors = RayActors(options)
+    actors.fill()
+    say(f"Found Ray, with {plural(len(actors.slots), 'slot')} for workers. {decided.sentence}")
     with ExitStack() as stack:
-        stack.callback(crew.close)
+        stack.callback(actors.close)
         if decided.led == "group":
-            return crew.run_group(asked.group_command(folder, resume=resume))
+            return actors.run_group(options.group_command(folder, resume=resume))
         import ray
 
         address = ray.util.get_node_ip_address()
-        args = asked.host_args(folder, WorkersConfig(count=1), local=0, address=address)
-        script = [str(Path(asked.what).absolute()), *asked.arguments] if asked.is_script else []
-        settings = () if asked.is_script else tuple(json.loads(args.command[1]))
-        return host(with_base(args), lambda invite: crew.follow(invite.line(), script, settings, asked.patience_s))
+        args = options.host_args(folder, WorkersConfig(count=1), local=0, address=address)
+        script = [str(Path(options.what).absolute()), *options.arguments] if options.is_script else []
+        settings = () if options.is_script else tuple(json.loads(args.command[1]))
+        return host(with_base(args), lambda invite: actors.follow(invite.line(), script, settings, options.patience_s))
 
 
-class Holder:
-    """What an actor is: workers on its node, as long as the run lasts or it lives."""
+class WorkerActor:
+    """An actor that holds workers on its node, as long as the run lasts or it lives."""
 
     def __init__(self, folder: str) -> None:
         """`folder`: where the command was given. What is named relative to it is there, on nodes that have it too."""
@@ -131,7 +131,7 @@ class Holder:
 
 
 @dataclass
-class Seat:
+class ActorSlot:
     """Room for one actor."""
 
     node: str
@@ -142,45 +142,45 @@ class Seat:
     config: WorkersConfig
     actor: Any = None
     work: Any = None
-    """What the actor is doing, as Ray's reference."""
+    """Ray's reference to what the actor is doing."""
     is_free_at: float = 0.0
     is_over: bool = False
     """Whether nobody is to be placed here again: its workers said why."""
 
 
 @dataclass
-class Crew:
-    asked: Asked
-    seats: dict[tuple[str, int], Seat] = field(default_factory=dict)
-    _begin: Callable[[Any, Seat], Any] | None = None
+class RayActors:
+    options: UpOptions
+    slots: dict[tuple[str, int], ActorSlot] = field(default_factory=dict)
+    _begin: Callable[[Any, ActorSlot], Any] | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def fill(self) -> None:
-        """An actor on every seat that has none, of every node that is there. Ray starts them as there is room."""
+        """An actor on every slot that has none, of every node that is there. Ray starts them as there is room."""
         nodes = {node["NodeID"]: node for node in _library().nodes() if node["Alive"]}
-        for key in [key for key in self.seats if key[0] not in nodes]:
-            del self.seats[key]
+        for key in [key for key in self.slots if key[0] not in nodes]:
+            del self.slots[key]
         for name, node in nodes.items():
-            for number, seat in enumerate(seats_of(self.asked, node)):
-                self.seats.setdefault((name, number), seat)
-        for seat in self.seats.values():
-            if seat.actor is None and not seat.is_over and time.monotonic() >= seat.is_free_at:
-                self._place(seat)
+            for number, slot in enumerate(slots_of(self.options, node)):
+                self.slots.setdefault((name, number), slot)
+        for slot in self.slots.values():
+            if slot.actor is None and not slot.is_over and time.monotonic() >= slot.is_free_at:
+                self._place(slot)
 
-    def _place(self, seat: Seat) -> None:
+    def _place(self, slot: ActorSlot) -> None:
         ray = _library()
-        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=seat.node, soft=False)
-        options = {"num_cpus": seat.cpus, "num_gpus": seat.gpus, "scheduling_strategy": strategy, "max_restarts": 0}
-        seat.actor = ray.remote(Holder).options(**options).remote(str(Path.cwd()))
+        strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=slot.node, soft=False)
+        options = {"num_cpus": slot.cpus, "num_gpus": slot.gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+        slot.actor = ray.remote(WorkerActor).options(**options).remote(str(Path.cwd()))
         if self._begin is not None:
-            seat.work = self._begin(seat.actor, seat)
+            slot.work = self._begin(slot.actor, slot)
 
     def follow(self, line: str, script: list[str], settings: tuple[str, ...], patience_s: float) -> None:
         """All who are seated join, and until close() whoever comes."""
 
-        def begin(actor: Any, seat: Seat) -> Any:
-            return actor.take_part.remote(line, script, to_dict(seat.config), settings, patience_s)
+        def begin(actor: Any, slot: ActorSlot) -> Any:
+            return actor.take_part.remote(line, script, to_dict(slot.config), settings, patience_s)
 
         def watch() -> None:
             while not self._ended.wait(LOOK_S):
@@ -188,48 +188,48 @@ class Crew:
                 self.fill()
 
         self._begin = begin
-        for seat in self.seats.values():
-            seat.work = begin(seat.actor, seat)
-        self._thread = threading.Thread(target=watch, name="crew", daemon=True)
+        for slot in self.slots.values():
+            slot.work = begin(slot.actor, slot)
+        self._thread = threading.Thread(target=watch, name="actors", daemon=True)
         self._thread.start()
 
     def _note_ends(self) -> None:
         ray = _library()
-        works = {seat.work: seat for seat in self.seats.values() if seat.work is not None}
+        works = {slot.work: slot for slot in self.slots.values() if slot.work is not None}
         done = ray.wait(list(works), num_returns=len(works), timeout=0)[0] if works else []
         for work in done:
-            seat = works[work]
+            slot = works[work]
             try:
                 code = int(ray.get(work))
                 # What was refused would be refused again; and who has left, or is done, has its reasons.
-                seat.is_over = code in (0, ConfigError.exit_code, Interrupted.exit_code)
+                slot.is_over = code in (0, ConfigError.exit_code, Interrupted.exit_code)
             except ray.exceptions.RayError as error:
-                say(f"The workers on {seat.name} are lost: {type(error).__name__}. The run continues without them.")
-            if not seat.is_over:
-                seat.is_free_at = time.monotonic() + AGAIN_S
-            self._leave(seat)
+                say(f"The workers on {slot.name} are lost: {type(error).__name__}. The run continues without them.")
+            if not slot.is_over:
+                slot.is_free_at = time.monotonic() + AGAIN_S
+            self._leave(slot)
 
-    def _leave(self, seat: Seat) -> None:
-        if seat.actor is not None:
-            _library().kill(seat.actor)
-        seat.actor = seat.work = None
+    def _leave(self, slot: ActorSlot) -> None:
+        if slot.actor is not None:
+            _library().kill(slot.actor)
+        slot.actor = slot.work = None
 
     def run_group(self, command: list[str]) -> int:
         """Until all ranks have ended, or one has failed and the rest have been ended."""
         ray = _library()
-        seats = list(self.seats.values())
-        if not seats:
+        slots = list(self.slots.values())
+        if not slots:
             raise ConfigError("No node of the Ray cluster has a CPU or a GPU to give. Start one with ray start.")
-        world, first = sum(seat.config.count for seat in seats), 0
-        address, port = ray.get(seats[0].actor.meet.remote())
+        world, first = sum(slot.config.count for slot in slots), 0
+        address, port = ray.get(slots[0].actor.meet.remote())
         works = []
-        for seat in seats:
-            count = seat.config.count
+        for slot in slots:
+            count = slot.config.count
             span = RankSpan(
-                first=first, world=world, address=self.asked.address or address, port=self.asked.port or port,
+                first=first, world=world, address=self.options.address or address, port=self.options.port or port,
                 places=count,
             )  # fmt: skip
-            works.append(seat.actor.run_ranks.remote(command, to_dict(seat.config), span))
+            works.append(slot.actor.run_ranks.remote(command, to_dict(slot.config), span))
             first += count
         try:
             while works:
@@ -247,32 +247,35 @@ class Crew:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        for seat in self.seats.values():
-            self._leave(seat)
+        for slot in self.slots.values():
+            self._leave(slot)
 
 
-def seats_of(asked: Asked, node: dict[str, Any]) -> list[Seat]:
-    """Of a node as Ray describes it: one for each GPU; without any, or where all hold one model together, one for all.
+def slots_of(options: UpOptions, node: dict[str, Any]) -> list[ActorSlot]:
+    """List the slots of a node as Ray describes it: one for each GPU; without any, or where all hold one model
+    together, one for all.
 
-    A seat takes as many of Ray's CPUs as its workers have threads.
+    A slot takes as many of Ray's CPUs as its workers have threads.
     """
     resources = node["Resources"]
     cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if not cpus and not gpus:
         return []
     kind = next((name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")), "GPU")
-    is_for_each = gpus > 1 and asked.workers is None and asked.workers_here(Brings(gpus=(kind,) * gpus), 1) == gpus
-    seats = gpus if is_for_each else 1
-    share = Brings(cores=max(1, cpus // seats), gpus=(kind,) * (gpus // seats))
-    config = asked.workers_config(asked.workers_here(share, 1), share, 1)
+    is_for_each = (
+        gpus > 1 and options.workers is None and options.workers_here(NodeResources(gpus=(kind,) * gpus), 1) == gpus
+    )
+    slots = gpus if is_for_each else 1
+    share = NodeResources(cores=max(1, cpus // slots), gpus=(kind,) * (gpus // slots))
+    config = options.workers_config(options.workers_here(share, 1), share, 1)
     assert config.threads is not None
     return [
-        Seat(
+        ActorSlot(
             node=node["NodeID"],
             name=node.get("NodeManagerHostname") or node["NodeManagerAddress"],
-            cpus=min(config.threads * config.count, cpus // seats),
-            gpus=gpus // seats,
+            cpus=min(config.threads * config.count, cpus // slots),
+            gpus=gpus // slots,
             config=config,
         )
-        for _ in range(seats)
+        for _ in range(slots)
     ]

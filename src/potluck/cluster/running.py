@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from potluck.cluster import slurm
-from potluck.cluster.asked import Asked
-from potluck.cluster.brings import own_brings
 from potluck.cluster.finding import find
 from potluck.cluster.meeting import Meeting, Reply
+from potluck.cluster.options import UpOptions
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import Decision, plan, plan_early
 from potluck.cluster.reaching import free_port, interface_to, reach
+from potluck.cluster.resources import own_resources
 from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.invite import Invite, reachable, read_invite
@@ -35,15 +35,15 @@ TURNED_AWAY_S = 5.0
 """How long a first node that cannot begin waits for those whom it tells so."""
 
 
-def up(asked: Asked, on: str | None) -> int:
+def up(options: UpOptions, on: str | None) -> int:
     """Returns the exit code."""
     place = find(os.environ, on)
-    if asked.is_script and not Path(asked.what).is_file():
-        raise ConfigError(f"There is no script {asked.what}.")
+    if options.is_script and not Path(options.what).is_file():
+        raise ConfigError(f"There is no script {options.what}.")
     if place.channel == "actors":
         from potluck.cluster.ray import up_on_ray
 
-        return up_on_ray(asked, place.leader)
+        return up_on_ray(options, place.leader)
     if place.spread:
         say(f"Found {place.scheduler}: on all nodes of job {place.job}, with {' '.join(place.spread)}")
         try:
@@ -51,23 +51,23 @@ def up(asked: Asked, on: str | None) -> int:
         except OSError as error:  # in a container, say
             raise ConfigError(
                 f"Cannot run {place.spread[0]}: {error.strerror}. Where there is none, as in a container, start the"
-                f" command on every node from outside: srun --ntasks-per-node=1 ... potluck up {asked.what}"
+                f" command on every node from outside: srun --ntasks-per-node=1 ... potluck up {options.what}"
             ) from None
     os.environ[IGNORED] = "SIGTERM"  # SLURM sends it to all; this process passes on what is meant
-    return _Task(asked, place).run()
+    return _Task(options, place).run()
 
 
 class _Task:
-    def __init__(self, asked: Asked, place: JobPlace) -> None:
-        self.asked, self.place = asked, place
-        self.folder = asked.folder(place.job)
-        self.brings = own_brings(place.cores, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        self.workers = asked.workers_here(self.brings, place.local_tasks)
+    def __init__(self, options: UpOptions, place: JobPlace) -> None:
+        self.options, self.place = options, place
+        self.folder = options.folder(place.job)
+        self.resources = own_resources(place.cores, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self.workers = options.workers_here(self.resources, place.local_tasks)
 
     def run(self) -> int:
         make_run_folder(self.folder)
         meeting = Meeting(self.folder, self.place.attempt)
-        if self.place.group is not None and self.asked.led != "host":
+        if self.place.group is not None and self.options.led != "host":
             return self._as_rank(meeting)
         if self.place.task:
             return self._follow(meeting)
@@ -90,7 +90,7 @@ class _Task:
                 meeting.answer(task, Reply(word=each.word, led="group", resume=resume))
         else:
             resume = self._greet(meeting).resume
-        command = self.asked.group_command(self.folder, resume=resume)
+        command = self.options.group_command(self.folder, resume=resume)
         del os.environ[IGNORED]  # torchrun signals its workers itself, once
         os.execv(sys.executable, [sys.executable, "-m", "potluck.launch.worker", *command])
 
@@ -100,19 +100,19 @@ class _Task:
         resume = holds_run(self.folder)
         if resume:
             say(f"{self.folder} holds a run, which resumes.")
-        requeued = self.place.scheduler == "SLURM" and self.asked.led is None and slurm.may_be_requeued(self.place)
-        decided = plan_early(self.place, self.asked.led, may_be_requeued=requeued)
+        requeued = self.place.scheduler == "SLURM" and self.options.led is None and slurm.may_be_requeued(self.place)
+        decided = plan_early(self.place, self.options.led, may_be_requeued=requeued)
         if decided is None or decided.led == "group":
             decided = self._hear(meeting, decided)
         say(f"{self.place.sentence()} {decided.sentence}")
         if decided.led == "group":
             return self._lead_group(meeting, resume)
-        config = self.asked.workers_config(max(1, self.workers), self.brings, self.place.local_tasks)
-        args = self.asked.host_args(self.folder, config, local=self.workers, address=self._address())
+        config = self.options.workers_config(max(1, self.workers), self.resources, self.place.local_tasks)
+        args = self.options.host_args(self.folder, config, local=self.workers, address=self._address())
         return host(with_base(args), lambda invite: meeting.hand_over(invite, self.place.tasks))
 
     def _turn_away(self, meeting: Meeting) -> None:
-        """Those who wait for an answer need not wait any longer."""
+        """Tell all who wait for an answer that the run is over, so that they need not wait any longer."""
         others = (self.place.tasks or 1) - 1
         wait_until(lambda: len(meeting.greetings(self.place.tasks)) >= others, TURNED_AWAY_S)
         for task, each in meeting.greetings(self.place.tasks).items():
@@ -122,11 +122,11 @@ class _Task:
     def _hear(self, meeting: Meeting, decided: Decision | None) -> Decision:
         """Waits for all others, for half as long as they wait for an answer; a group that was asked for needs all."""
         others = (self.place.tasks or 1) - 1
-        patience_s = self.asked.patience_s * (0.5 if decided is None else 10)
+        patience_s = self.options.patience_s * (0.5 if decided is None else 10)
         wait_until(lambda: len(meeting.greetings(self.place.tasks)) >= others, patience_s)
         came = meeting.greetings(self.place.tasks)
         if decided is None:
-            nodes = [(self.place.node, self.brings), *((each.node, each.brings) for each in came.values())]
+            nodes = [(self.place.node, self.resources), *((each.node, each.brings) for each in came.values())]
             return plan(self.place, nodes)
         if len(came) < others:
             missing = sorted({*range(1, others + 1)} - {*came})
@@ -139,7 +139,7 @@ class _Task:
     def _lead_group(self, meeting: Meeting, resume: bool) -> int:
         came = meeting.greetings(self.place.tasks)
         world = self.workers + sum(each.workers for each in came.values())
-        address, port, first = self._address(), self.asked.port or free_port(), self.workers
+        address, port, first = self._address(), self.options.port or free_port(), self.workers
         for task, each in came.items():
             reply = Reply(
                 word=each.word, led="group", address=address, port=port, first=first, world=world, resume=resume
@@ -150,7 +150,7 @@ class _Task:
 
     def _address(self) -> str:
         found = slurm.address_of(self.place) if self.place.scheduler == "SLURM" else None
-        return self.asked.address or found or self.place.leader or reachable("0.0.0.0")
+        return self.options.address or found or self.place.leader or reachable("0.0.0.0")
 
     # The others
 
@@ -162,22 +162,22 @@ class _Task:
         return self._join(meeting)
 
     def _greet(self, meeting: Meeting) -> Reply:
-        greeting = meeting.greet(self.place.task, self.place.node, self.workers, self.brings)
-        reply = meeting.wait_for_answer(self.place.task, greeting, self.asked.patience_s, say)
+        greeting = meeting.greet(self.place.task, self.place.node, self.workers, self.resources)
+        reply = meeting.wait_for_answer(self.place.task, greeting, self.options.patience_s, say)
         if reply.is_over:
             raise WorkerLost(f"{self.place.node} has nothing to do: the first node could not begin, and said why.")
         return reply
 
     def _join(self, meeting: Meeting) -> int:
         invite = read_invite(str(meeting.invite))
-        reach(self.place.node, invite.host, invite.port, self.asked.patience_s)
-        config = self.asked.workers_config(self.workers, self.brings, self.place.local_tasks)
+        reach(self.place.node, invite.host, invite.port, self.options.patience_s)
+        config = self.options.workers_config(self.workers, self.resources, self.place.local_tasks)
         os.environ[QUIET] = "1"  # all tasks have one log, and the host shows the run in it
         if self.place.scheduler == "SLURM":
             self._watch_first_node(invite)
-        if self.asked.is_script:
-            return join(str(meeting.invite), [self.asked.what, *self.asked.arguments], config, ())
-        args = self.asked.host_args(self.folder, config, local=0, address=invite.host)
+        if self.options.is_script:
+            return join(str(meeting.invite), [self.options.what, *self.options.arguments], config, ())
+        args = self.options.host_args(self.folder, config, local=0, address=invite.host)
         return join(str(meeting.invite), [], config, tuple(json.loads(args.command[1])))
 
     def _tell_if_unreachable(self, reply: Reply) -> None:
@@ -185,7 +185,7 @@ class _Task:
 
         def look() -> None:
             try:
-                reach(self.place.node, reply.address, reply.port, self.asked.patience_s)
+                reach(self.place.node, reply.address, reply.port, self.options.patience_s)
             except ConfigError as error:
                 say(str(error))
 
@@ -197,9 +197,9 @@ class _Task:
 
         def look() -> None:
             while True:
-                time.sleep(min(5.0, self.asked.patience_s / 3))
+                time.sleep(min(5.0, self.options.patience_s / 3))
                 try:
-                    reach(self.place.node, invite.host, invite.port, self.asked.patience_s)
+                    reach(self.place.node, invite.host, invite.port, self.options.patience_s)
                 except ConfigError as error:
                     say(f"The first node is lost: {error}")
                     if slurm.may_be_requeued(self.place) and slurm.requeue(self.place):
@@ -215,8 +215,8 @@ class _Task:
 
     def _launch(self, reply: Reply) -> int:
         count = self.workers
-        config = self.asked.workers_config(count, self.brings, self.place.local_tasks)
-        command = self.asked.group_command(self.folder, resume=reply.resume)
+        config = self.options.workers_config(count, self.resources, self.place.local_tasks)
+        command = self.options.group_command(self.folder, resume=reply.resume)
         if reply.world == count:
             return launch(command, config)
         span = RankSpan(

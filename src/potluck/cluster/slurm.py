@@ -46,7 +46,7 @@ def spread(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """Of `2(x3),1`, which is 2, 2, 2 and 1, this node's."""
+    """Return this node's number of tasks from a list such as `2(x3),1`, which is 2, 2, 2 and 1."""
     counts: list[int] = []
     for each in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
         if found := re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", each):

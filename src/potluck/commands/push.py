@@ -98,8 +98,8 @@ PLACES = ("base_model_name_or_path", "_name_or_path", "name_or_path")
 
 
 def _forget_places(file: Path) -> None:
-    told = json.loads(file.read_text(encoding="utf-8"))
-    places = [name for name in PLACES if isinstance(told, dict) and isinstance(told.get(name), str)]
-    if any(told[name] != without_paths(told[name]) for name in places):
-        told |= {name: without_paths(told[name]) for name in places}
-        file.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    config = json.loads(file.read_text(encoding="utf-8"))
+    places = [name for name in PLACES if isinstance(config, dict) and isinstance(config.get(name), str)]
+    if any(config[name] != without_paths(config[name]) for name in places):
+        config |= {name: without_paths(config[name]) for name in places}
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -77,13 +77,13 @@ class Up:
     settings: Settings = field(default_factory=list)
 
     def __call__(self, *arguments: str) -> int:
-        from potluck.cluster.asked import Asked
+        from potluck.cluster.options import UpOptions
         from potluck.cluster.running import up
 
         checked(lambda: check_patience("--patience", self.patience))
         if (self.workers is not None and self.workers < 1) or not 0 <= self.port < 1 << 16:
             raise ConfigError("--workers is at least 1, and --port below 65,536.")
-        asked = Asked(
+        options = UpOptions(
             what=self.what,
             arguments=arguments,
             settings=(*self.settings, *data_setting(self.data)),
@@ -97,4 +97,4 @@ class Up:
             patience_s=self.patience,
             at_least=self.at_least,
         )
-        return up(asked, self.on)
+        return up(options, self.on)

@@ -34,7 +34,7 @@ from potluck.integrations.until_exit import check_no_stages, fleet_until_exit
 from potluck.words import plural
 
 WITHOUT_EFFECT = ("split_batches", "even_batches", "device_placement", "cpu")
-"""What a fleet does by itself, however it is set."""
+"""Options that change nothing, since a fleet does this by itself."""
 
 
 class Accelerator:
@@ -70,7 +70,7 @@ class Accelerator:
         """Model, optimizer, the DataLoader that is trained on, its scheduler, and DataLoaders to look at, in any order;
         of several DataLoaders the first is trained on."""
         loaders = [each for each in objects if isinstance(each, DataLoader)]
-        found: dict[int, Any] = {}
+        replaced: dict[int, Any] = {}
         if self._trained is None:
             model = _one(objects, nn.Module, "model")
             optimizer = _one(objects, Optimizer, "optimizer")
@@ -92,9 +92,9 @@ class Accelerator:
             self._trained = TrainedLoader(self.fleet, loader, data)
             if schedulers and not self._by_epochs:
                 self._trained.expect_steps_of(schedulers[0])
-            found = {id(model): prepared, id(data): self._trained}
-        found |= {id(each): LookedLoader(self.fleet, each, self._look_at) for each in loaders}
-        back = tuple(found.get(id(each), each) for each in objects)
+            replaced = {id(model): prepared, id(data): self._trained}
+        replaced |= {id(each): LookedLoader(self.fleet, each, self._look_at) for each in loaders}
+        back = tuple(replaced.get(id(each), each) for each in objects)
         return back if len(back) != 1 else back[0]
 
     def _look_at(self, loader: "LookedLoader") -> None:
@@ -132,13 +132,13 @@ class Accelerator:
         run.config = replace(run.config, clip=max_norm)
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """Of a batch that prepare()'s loader gave: that of all workers, in the order of the DataLoader's own."""
+        """Gather a batch that prepare()'s loader gave from all workers, in the order of the DataLoader's own."""
         if self._looked is None or not self._looked.is_shared:
             return data
         leaves, form = tree_flatten(data)
         counted = self._looked.counts
-        mine = {str(number): each if counted else each[:0] for number, each in enumerate(leaves)}
-        return tree_unflatten(list(self.fleet.gather(mine).values()), form)
+        own = {str(number): each if counted else each[:0] for number, each in enumerate(leaves)}
+        return tree_unflatten(list(self.fleet.gather(own).values()), form)
 
     def gather(self, data: Any) -> Any:
         """All workers' values, once a step has ended."""
@@ -218,12 +218,12 @@ class Accelerator:
 
 
 def _one(objects: tuple[Any, ...], kind: type, name: str) -> Any:
-    found = [each for each in objects if isinstance(each, kind)]
-    if len(found) != 1:
+    matching = [each for each in objects if isinstance(each, kind)]
+    if len(matching) != 1:
         raise ConfigError(
-            f"prepare() was given {plural(len(found), name)}. Give it one, together with the DataLoader to train on."
+            f"prepare() was given {plural(len(matching), name)}. Give it one, together with the DataLoader to train on."
         )
-    return found[0]
+    return matching[0]
 
 
 def _length(steps: "DataLoader[Any]") -> int:
@@ -234,7 +234,7 @@ def _length(steps: "DataLoader[Any]") -> int:
 
 
 class _OfLoader:
-    """What a script may ask a DataLoader for: it is as long as in one process."""
+    """The attributes that a script may ask a DataLoader for: it is as long as in one process."""
 
     def __init__(self, plain: "DataLoader[Any]") -> None:
         self._plain = plain

@@ -41,7 +41,7 @@ except ImportError:
 STATE = "potluck"
 """Where a checkpoint-N of Trainer keeps what the fleet saves."""
 KEPT = "hf.trainer"
-"""Under which fleet.state has what callbacks and the log know: saved, sent to newcomers, and found again."""
+"""Key under which fleet.state has what callbacks and the log know: saved, sent to newcomers, and found again."""
 STEPS_AT_ONCE = 8
 """Parts in which a host hands out a batch, unless it is told."""
 
@@ -54,13 +54,13 @@ def _let_arguments_be_alone() -> None:
     if getattr(plain, "is_ours", False):
         return
 
-    def alone(state: Any, *told: Any, **more: Any) -> None:
+    def alone(state: Any, *arguments: Any, **more: Any) -> None:
         if not _is_for_arguments():
-            plain(state, *told, **more)
+            plain(state, *arguments, **more)
             return
         kept = {name: os.environ.pop(name) for name in ("LOCAL_RANK", "WORLD_SIZE") if name in os.environ}
         try:
-            plain(state, *told, **{name: value for name, value in more.items() if name != "backend"})
+            plain(state, *arguments, **{name: value for name, value in more.items() if name != "backend"})
         finally:
             os.environ.update(kept)
 
@@ -261,7 +261,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
         self._look()
 
     def _count(self, inputs: Any) -> tuple[float, Any]:
-        """What the loss of this micro-batch is a mean over; and as the trainer itself counts it, if it does."""
+        """Count what the loss of this micro-batch is a mean over; and return the trainer's own count, if it has one."""
         items = self._get_num_items_in_batch([inputs], self.args.device)
         if items is not None:
             return float(items), items
@@ -269,13 +269,13 @@ class Elastic(_Trainer):  # type: ignore[misc]
         return float(labels.ne(-100).sum() if isinstance(labels, Tensor) else rows_of(inputs)), None
 
     def _loss_of(self, model: nn.Module, inputs: Any) -> tuple[Tensor, float]:
-        """What training_step() takes the gradient of, where the model is cut into stages."""
+        """Compute the loss of which training_step() takes the gradient, where the model is cut into stages."""
         samples, items = self._count(inputs)
         loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=items)
         return loss, samples
 
     def _backward(self, loss: Tensor, **options: Any) -> None:
-        """What training_step() calls: the loss is a mean over the items of this micro-batch."""
+        """Run the backward that training_step() calls: the loss is a mean over the items of this micro-batch."""
         self.fleet.backward(loss, samples=self._samples)
 
     # After steps, on every worker alike

@@ -155,11 +155,11 @@ class PotluckStrategy(SingleDeviceStrategy):
         torch.nn.utils.clip_grad_value_(parameters, self._clip_value)
 
     def _scheduler(self, per_epoch: int) -> LRScheduler | None:
-        found = [each for each in self.lr_scheduler_configs if not each.reduce_on_plateau]
-        if not found:
+        configs = [each for each in self.lr_scheduler_configs if not each.reduce_on_plateau]
+        if not configs:
             return None
-        config = found[0]
-        if len(found) > 1 or config.frequency != 1:
+        config = configs[0]
+        if len(configs) > 1 or config.frequency != 1:
             raise ConfigError("A fleet has one scheduler, which is stepped in every step or epoch.")
         return config.scheduler if config.interval == "step" else by_epochs(config.scheduler, per_epoch)
 
@@ -183,13 +183,13 @@ class PotluckStrategy(SingleDeviceStrategy):
             return self._last_loss
         self.steps.is_forward = True
         with self._unheard():
-            found: Any = self._called("training_step", super().training_step)(batch, *more, **options)
+            output: Any = self._called("training_step", super().training_step)(batch, *more, **options)
         self.steps.is_forward = False
-        self._samples = found.get("samples") if isinstance(found, Mapping) else None
+        self._samples = output.get("samples") if isinstance(output, Mapping) else None
         if self._samples is None:
             self._samples = rows_of(batch)
-        self._last_loss = (found["loss"] if isinstance(found, Mapping) else found).detach()
-        return found
+        self._last_loss = (output["loss"] if isinstance(output, Mapping) else output).detach()
+        return output
 
     def validation_step(self, *told: Any, **options: Any) -> Any:
         return self._called("validation_step", super().validation_step)(*told, **options)
@@ -209,7 +209,7 @@ class PotluckStrategy(SingleDeviceStrategy):
 
     @contextmanager
     def _unheard(self) -> Iterator[None]:
-        """Of rows that are somebody else's, with which this worker only keeps step, nothing is logged."""
+        """Log nothing of rows that are somebody else's, with which this worker only keeps step."""
         module, steps = self.lightning_module, self.steps
         assert module is not None and steps is not None
         if steps.are_own or steps.per_epoch == 1:  # at an epoch's end each worker has logged something
@@ -231,11 +231,11 @@ class PotluckStrategy(SingleDeviceStrategy):
         return Precision.post_backward(plugin, closure_loss, self.lightning_module)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any) -> Any:
-        found = closure()
+        output = closure()
         if self.fleet is not None and self.steps is not None and self.steps.counts:
             self.fleet.step()
             self.steps.end_step()
-        return found
+        return output
 
     def run_part(self, batch: Any) -> None:
         """A part of a step, within the loader; what it logs is weighted by its own rows."""
@@ -283,7 +283,8 @@ class PotluckStrategy(SingleDeviceStrategy):
             self.fleet.run.link.gather_bytes(b"")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Of what JSON can say: names of folders, for instance. The rest is alike on all workers."""
+        """Return the value of one worker on all, if JSON can hold it: a folder's name, for instance. The rest is alike
+        on all workers."""
         if self.fleet is None or self.fleet.is_led or not isinstance(obj, str | int | float | None):
             return obj
         return json.loads(self.fleet.run.link.gather_bytes(json.dumps(obj).encode())[src])

@@ -38,7 +38,8 @@ class StepBatches(Sampler[list[int]]):
 
 
 def step_loader(loader: "DataLoader[Any]", together: int, *, most: int | None = None) -> "DataLoader[Any]":
-    """Of which one batch is `together` of this one's. `most`: as StepBatches has it; a stream has all."""
+    """Return a DataLoader of which one batch is `together` batches of this one. `most`: as StepBatches has it; a stream
+    has all."""
     if together == 1 and most is None:
         return loader
     if isinstance(loader.dataset, IterableDataset):

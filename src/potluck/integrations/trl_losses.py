@@ -1,4 +1,4 @@
-"""Which of TRL's losses cannot be computed in parts of a batch, and are refused by name before the first step.
+"""Names TRL's losses that cannot be computed in parts of a batch: they are refused before the first step.
 
 A fleet weighs each part's loss by what it is a mean over, rows or tokens. A loss that adds a mean over tokens to one
 over rows has no such weight, and one that compares a row with all others of its batch needs all. Imports no TRL.

@@ -21,7 +21,8 @@ def check_no_stages(options: Mapping[str, Any], loop: str) -> None:
 
 
 def fleet_until_exit(**options: Any) -> Engine:
-    """As init(); closed when the script ends, and if by an exception, told so. A host has the last weights then."""
+    """Call init(), and close the fleet when the script ends; if by an exception, with its reason. A host has the last
+    weights then."""
     fleet = init(**options)
     atexit.register(_close, fleet)
     return fleet

@@ -1,4 +1,4 @@
-"""What was asked for on the command line: which recipe, with which settings, where.
+"""Command line arguments of a run: which recipe, with which settings, where.
 
 Imports no torch, so that a command answers at once and the workers load it side by side.
 """
@@ -54,7 +54,7 @@ class TrainArgs:
     slowdown: Slowdown | None = None
     """Makes one worker slower than the others. Only the demo asks for it."""
     summary: Literal["whole", "paragraph", "none"] = "whole"
-    """What is said when the run has ended: everything, or only what the model wrote, or nothing."""
+    """How much is said when the run has ended: everything, or only what the model wrote, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class HostArgs:
     recipe: str
     """TOML; empty where a script is trained."""
     command: tuple[str, ...]
-    """What a worker on this machine runs."""
+    """Command that a worker on this machine runs."""
     workers: WorkersConfig
     local: int
     """Workers on this machine."""
@@ -94,17 +94,17 @@ class HostArgs:
 
 
 def track_setting(names: Sequence[str]) -> tuple[str, ...]:
-    """What is given by --track, as a setting."""
+    """Convert --track to a setting."""
     return (f"fit.track={json.dumps(check_trackers(names))}",) if names else ()
 
 
 def data_setting(paths: Sequence[str]) -> tuple[str, ...]:
-    """What is given by --data, as a setting."""
+    """Convert --data to a setting."""
     return (f"data.paths={json.dumps(paths, ensure_ascii=False)}",) if paths else ()
 
 
 def base_setting(model: str | None) -> tuple[str, ...]:
-    """What is given by --base, as a setting."""
+    """Convert --base to a setting."""
     return (f"model.hf={json.dumps(model, ensure_ascii=False)}",) if model else ()
 
 
@@ -146,7 +146,7 @@ def finetune_args(
     settings: tuple[str, ...],
     workers: int | None,
 ) -> TrainArgs:
-    """What `potluck finetune` is asked for: a built-in recipe, and what fills it in."""
+    """Make the arguments of `potluck finetune`: a built-in recipe, and what fills it in."""
     if not rows:
         raise ConfigError("potluck finetune takes a model, and what to train it on: potluck finetune MODEL DATA")
     model, *rows = [str(Path(each).expanduser().absolute()) if Path(each).exists() else each for each in (model, *rows)]
@@ -163,7 +163,7 @@ PLAIN = ("auto", "plain")
 
 
 def _run_name(model: str, rows: Sequence[str]) -> str:
-    """Of the model and the data, as far as that is a name."""
+    """Make a run's name from the model and the data, as far as these are names."""
     found = "-".join(re.sub(r"[^\w.-]+", "-", Path(each).stem or "data") for each in (model, rows[0]))
     return found.strip(".-")[:80] or "finetune"
 
@@ -194,7 +194,8 @@ def host_args(
     track: Sequence[str] = (),
     or_resume: bool = False,
 ) -> HostArgs:
-    """What `potluck host` is asked for, checked before anything is started. `or_resume`: resumes if there is a run."""
+    """Make the arguments of `potluck host`, checked before anything is started. `or_resume`: resumes if there is a
+    run."""
     if workers < 0 or listening.at_least < 1 or not 0 <= listening.port < 1 << 16:
         raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
     if listening.insecure and listening.identity is not None:

@@ -21,7 +21,7 @@ from potluck.train.model import ModelConfig
 from potluck.train.word_pieces import TOKENIZER
 
 EPSILON = 2.0**-23
-"""Of nn.RMSNorm, where none is given: that of float32."""
+"""Epsilon of nn.RMSNorm, where none is given: that of float32."""
 THETA = 10_000.0
 END = 0
 """The token that ends a text: byte 0, which text does not have; of a tokenizer that was learnt, its special one."""
@@ -88,7 +88,7 @@ def export_hf(source: Path, out: Path, *, ema: bool = False) -> int:
 
 
 def model_of(source: Path) -> ModelConfig:
-    """What the recipe of a run says of its model. `source`: the run's folder, or one of its checkpoints."""
+    """Read the model's settings from a run's recipe. `source`: the run's folder, or one of its checkpoints."""
     recipe = _find(source, "run.toml")
     if recipe is None:
         raise ConfigError(
@@ -112,11 +112,11 @@ def _read(file: Path | None) -> dict[str, Any]:
 
 def _renamed(name: str, names: dict[str, str], blocks: str) -> str:
     """`blocks`: what its numbered blocks are called."""
-    found = re.fullmatch(r"(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
-    if found is None or found[2] not in names:
+    match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
+    if match is None or match[2] not in names:
         raise ConfigError(f"The checkpoint has a tensor {name!r}, which the built-in model does not have.")
-    block = f"{blocks}.{found[1]}." if found[1] is not None else ""
-    return f"{block}{names[found[2]]}.weight"
+    block = f"{blocks}.{match[1]}." if match[1] is not None else ""
+    return f"{block}{names[match[2]]}.weight"
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -251,8 +251,8 @@ def _tell_tokens(writer: Any, gguf: Any, vocab: int, tokenizer: dict[str, Any]) 
 def byte_characters() -> list[str]:
     """By byte: the character that stands for it in vocabularies of GPT-2's form."""
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    found, next_free = [], 256
+    characters, next_free = [], 256
     for byte in range(256):
-        found.append(chr(byte if byte in own else next_free))
+        characters.append(chr(byte if byte in own else next_free))
         next_free += byte not in own
-    return found
+    return characters

@@ -47,7 +47,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """For matrices only; norms are never decayed."""
     betas: tuple[float, ...] = (0.9, 0.95)
-    """Of AdamW: how long its two means remember. SGD takes the first as its momentum."""
+    """For AdamW, how long its two means remember. SGD takes the first as its momentum."""
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and math.isfinite(self.lr)):
@@ -62,7 +62,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeConfig:
-    """What every recipe has, whatever it trains."""
+    """The settings that every recipe has, whatever it trains."""
 
     name: str
     """Names the run folder."""
@@ -77,7 +77,7 @@ class RecipeConfig:
     stages: Stages | None = None
     """Cuts the model over several workers; None: each has all layers."""
     wire: AskedWire = "fp32"
-    """In which form replicas send each other their numbers: fp32, or in fewer bits as bf16, int8 or int4, or auto."""
+    """Form in which replicas send each other their numbers: fp32, or in fewer bits as bf16, int8 or int4, or auto."""
 
     def __post_init__(self) -> None:
         if fault := name_fault(self.name):
@@ -106,7 +106,7 @@ class RunConfig(RecipeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeParts:
-    """What a recipe names, made: what is trained, on what, and by which loss."""
+    """The objects that a recipe names: what is trained, on what, and by which loss."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -119,7 +119,7 @@ class RecipeParts:
     samples_per_row: float
     """About how many samples the loss function counts in a row."""
     unit: str = "tokens"
-    """Which those are."""
+    """Unit of the samples."""
 
 
 def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Summary, GPT]:

@@ -24,7 +24,7 @@ MOST_S = 0.25
 BEGINNING, AT_ONCE, MOST_TOKENS, MOST_SHOWN = 48, 8, 160, 400
 
 Write = Callable[[], tuple[str, str]]
-"""What the model was given, and what it wrote after that."""
+"""Returns what the model was given, and what it wrote after that."""
 
 
 class Sampler:

@@ -46,7 +46,7 @@ class Slowdown:
     home: str = ""
     """The control group that they come from, and go back to."""
     why_not: str = ""
-    """What keeps us from quotas, as part of a sentence."""
+    """Reason why we cannot use quotas, as part of a sentence."""
 
     @property
     def sentence(self) -> str:
@@ -114,7 +114,8 @@ class Brake:
                 self._enter(self.slowdown.home if self.slowdown.groups else None)
 
     def slow(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The same function; a worker that pauses does so after each call, for all that it computed since the last."""
+        """Wrap a function so that a worker that pauses does so after each call, for all that it computed since the
+        last."""
         pauses = self._pauses
         if pauses is None:
             return function

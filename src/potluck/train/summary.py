@@ -1,4 +1,4 @@
-"""What a person sees when a recipe's run has ended: the figures, the curve, a paragraph, and what to try next."""
+"""Shows the end of a recipe's run: the figures, the curve, a paragraph, and what to try next."""
 
 from pathlib import Path
 

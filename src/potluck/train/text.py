@@ -23,7 +23,7 @@ from potluck.train.word_pieces import WordPieces, learn_pieces
 from potluck.words import check_at_least, check_at_most
 
 COPIES = 4
-"""Of a text in memory, at most at once, while rows are made of it."""
+"""The most copies of a text in memory at once, while rows are made of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,16 +104,16 @@ def read_text(config: DataConfig) -> bytes:
     limit = config.limit_bytes or 1 << 62
     files = [file for path in config.paths for file in files_below(Path(path))] if config.paths else _standard_library()
     _check_room(files, limit)
-    found = bytearray()
+    text_of_files = bytearray()
     for file in files:
-        if len(found) >= limit:
+        if len(text_of_files) >= limit:
             break
-        text = _read(file, limit - len(found))
+        text = _read(file, limit - len(text_of_files))
         if b"\0" not in text[:8192]:
-            found += text
-    if not found:
+            text_of_files += text
+    if not text_of_files:
         raise ConfigError(f"There is no text in {', '.join(config.paths)}. Name files or folders that hold some.")
-    return bytes(found)
+    return bytes(text_of_files)
 
 
 def _read(file: Path, most: int) -> bytes:

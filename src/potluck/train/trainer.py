@@ -50,7 +50,7 @@ from potluck.train.validations import Validations, needs_loss
 from potluck.words import check_at_least, check_at_most, plural
 
 VALIDATIONS = "trainer.validations"
-"""Under which fleet.state keeps them: saved, sent to newcomers, and found again."""
+"""Key under which fleet.state keeps the validations: saved, sent to newcomers, and found again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class FitConfig:
     track: tuple[str, ...] = ()
     """Where the run is reported to: "tensorboard", "wandb", "mlflow", "trackio", "otel"."""
     tensorboard: bool = False
-    """The same as "tensorboard" in track."""
+    """Adds "tensorboard" to track."""
     progress: bool = True
     """Show the run in the terminal."""
 
@@ -97,7 +97,7 @@ class FitConfig:
 
 @dataclass
 class Summary:
-    """What a run came to."""
+    """The result of a run."""
 
     folder: Path
     steps: int = 0
@@ -354,11 +354,11 @@ class Trainer:
         return self._validations.is_out_of(self.config.patience)
 
     def _tell_of_early_end(self) -> None:
-        found, engine = self._validations, self.engine
+        known, engine = self._validations, self.engine
         engine.lifecycle.end_for_all()
         engine.run.notice(
-            f"Stopped after step {engine.step_number:,}: of the last {plural(found.since_best, 'validation')} none was"
-            f" better than {found.best:.4f}, at step {found.best_step:,}."
+            f"Stopped after step {engine.step_number:,}: of the last {plural(known.since_best, 'validation')} none was"
+            f" better than {known.best:.4f}, at step {known.best_step:,}."
         )
 
     def _take_validations(self, known: dict[str, Any] | None) -> None:
@@ -431,7 +431,7 @@ class Trainer:
             yield
 
     def _open_folder(self, stack: ExitStack, *, resume: bool) -> list[Listener]:
-        """What listens on rank 0; the stack closes it."""
+        """Open the run folder on rank 0, and return its listeners; the stack closes them."""
         if not resume and holds_any(self.checkpoints):
             raise ConfigError(f"{self.folder} already holds a run. Resume it, or name another folder.")
         make_run_folder(self.folder)
@@ -450,7 +450,7 @@ class Trainer:
 
 
 def _rows_of(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """What each worker gave."""
+    """List each worker's values as a row."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a run's validations have come to so far: the best one, and how many were not better since. Pure."""
+"""Remembers a run's validations: the best one, and how many were not better since. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -36,14 +36,15 @@ class Validations:
         return patience is not None and self.since_best >= patience
 
     def follow(self, others: list[dict[str, Any]]) -> None:
-        """Of several that were told, the one that has seen the most: a newcomer may have missed some."""
+        """Take over the state of the worker that has seen the most: a newcomer may have missed some."""
         seen = max(others, key=lambda other: other["count"])
         if seen["count"] > self.count:
             self.__dict__.update(seen)
 
 
 def needs_loss(names: list[str]) -> str:
-    """What a person hears whose validations give figures of these names, and who wants to know the best of them."""
+    """Say what to do to a person whose validations give figures of these names, and who wants to know the best of
+    them."""
     return (
         f"fit.patience and checkpoint.best go by the validation loss, and validate gave {', '.join(names)}. Name one of"
         ' its figures "loss", of which lower is better; of an accuracy that is 1 - accuracy. The run is saved as it is.'

@@ -44,7 +44,7 @@ class WordPieces:
 
 
 def learn_pieces(text: bytes, vocab: int) -> WordPieces:
-    """As many tokens as `vocab`, or fewer where the text has no more."""
+    """Learn as many tokens as `vocab`, or fewer where the text has no more."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,7 +60,7 @@ def learn_pieces(text: bytes, vocab: int) -> WordPieces:
 
 
 def pieces_of(folder: Path) -> WordPieces | None:
-    """What a run has learnt, if it has."""
+    """Load the pieces that a run has learnt; None if it has none."""
     if not (folder / TOKENIZER).is_file():
         return None
     return WordPieces(_library().Tokenizer.from_file(str(folder / TOKENIZER)))

@@ -1,4 +1,4 @@
-"""What a node brings, as far as it decides how a run over several is led: cores and GPUs. Loads no torch."""
+"""NodeResources: a node's cores and GPUs, which decide how a run over several is led. Loads no torch."""
 
 import platform
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Brings:
+class NodeResources:
     cores: int = 1
     processor: str = ""
     gpus: tuple[str, ...] = ()
@@ -25,10 +25,13 @@ class Brings:
         return f"{cores} and {kinds}" if kinds else cores
 
 
-def own_brings(cores: int | None, visible: str | None) -> Brings:
-    """Of this machine. `cores`: by the scheduler's word, where it has one; `visible`: CUDA_VISIBLE_DEVICES."""
+def own_resources(cores: int | None, visible: str | None) -> NodeResources:
+    """Find the resources of this machine. `cores`: by the scheduler's word, where it has one; `visible`:
+    CUDA_VISIBLE_DEVICES."""
     usable = usable_cores()
-    return Brings(cores=min(usable, cores) if cores else usable, processor=_processor(), gpus=_gpus(NVIDIA, visible))
+    return NodeResources(
+        cores=min(usable, cores) if cores else usable, processor=_processor(), gpus=_gpus(NVIDIA, visible)
+    )
 
 
 def _processor() -> str:
@@ -40,7 +43,7 @@ def _processor() -> str:
 
 
 def _gpus(folder: Path, visible: str | None) -> tuple[str, ...]:
-    """Those of NVIDIA's driver which this process may use."""
+    """List the GPUs of NVIDIA's driver that this process may use."""
     kinds = []
     for path in sorted(folder.glob("*/information")):
         with suppress(OSError):
@@ -49,15 +52,15 @@ def _gpus(folder: Path, visible: str | None) -> tuple[str, ...]:
                     kinds.append(line.partition(":")[2].strip())
     if visible is None:
         return tuple(kinds)
-    asked = [word for word in visible.split(",") if word.strip() not in ("", "-1", "NoDevFiles")]
-    named = [kinds[int(word)] for word in asked if word.strip().isdigit() and int(word) < len(kinds)]
-    return tuple(named) if len(named) == len(asked) else tuple(kinds[: len(asked)])
+    visible_ids = [word for word in visible.split(",") if word.strip() not in ("", "-1", "NoDevFiles")]
+    named = [kinds[int(word)] for word in visible_ids if word.strip().isdigit() and int(word) < len(kinds)]
+    return tuple(named) if len(named) == len(visible_ids) else tuple(kinds[: len(visible_ids)])
 
 
-def difference(nodes: Sequence[tuple[str, Brings]]) -> str:
+def difference(nodes: Sequence[tuple[str, NodeResources]]) -> str:
     """How the first that differs does so, as a sentence; empty where all are alike."""
     first, its = nodes[0]
-    for name, brings in nodes[1:]:
-        if brings != its:
-            return f"{name} has {brings.words()}, and {first} {its.words()}"
+    for name, resources in nodes[1:]:
+        if resources != its:
+            return f"{name} has {resources.words()}, and {first} {its.words()}"
     return ""

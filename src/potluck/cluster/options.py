@@ -1,12 +1,12 @@
-"""What `potluck up` was asked for, and what each node makes of it. Imports no torch."""
+"""UpOptions: the options of `potluck up`, and what each node makes of them. Imports no torch."""
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from potluck.cluster.brings import Brings
 from potluck.cluster.plan import As
+from potluck.cluster.resources import NodeResources
 from potluck.config import from_dict, parse_toml, to_dict
 from potluck.errors import ConfigError
 from potluck.save.run_folder import holds_run, name_fault
@@ -16,10 +16,10 @@ PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class UpOptions:
     what: str
     arguments: tuple[str, ...] = ()
-    """Of a script."""
+    """Arguments of a script."""
     settings: tuple[str, ...] = ()
     workers: int | None = None
     threads: int | None = None
@@ -36,7 +36,7 @@ class Asked:
         return self.what.endswith(".py")
 
     def folder(self, job: str) -> Path:
-        """The same on all nodes, and when the job is started again."""
+        """Return the run folder, which is the same on all nodes, and when the job is started again."""
         if self.out is not None:
             return Path(self.out)
         name = Path(self.what).stem if self.is_script else self._table().get("name", "run")
@@ -48,21 +48,21 @@ class Asked:
         text, source = find_recipe(self.what)
         return parse_toml(text, source=source, overrides=self.settings)
 
-    def workers_here(self, brings: Brings, local_tasks: int) -> int:
+    def workers_here(self, resources: NodeResources, local_tasks: int) -> int:
         """One for each GPU; where the recipe splits a model over ranks, one that has all of them."""
         if self.workers is not None:
             return self.workers
         splits = not self.is_script and "strategy" in self._table() and self.led != "group"
-        return 1 if splits else max(1, len(brings.gpus) // local_tasks)
+        return 1 if splits else max(1, len(resources.gpus) // local_tasks)
 
-    def workers_config(self, count: int, brings: Brings, local_tasks: int) -> WorkersConfig:
+    def workers_config(self, count: int, resources: NodeResources, local_tasks: int) -> WorkersConfig:
         """Threads: an even share of what the scheduler gave, unless somebody has chosen."""
-        given = WorkersConfig()
+        config = WorkersConfig()
         if not self.is_script and isinstance(table := self._table().get("workers"), dict):
-            given = from_dict(WorkersConfig, table, "workers")
-        even = max(1, brings.cores // (count * local_tasks))
+            config = from_dict(WorkersConfig, table, "workers")
+        even = max(1, resources.cores // (count * local_tasks))
         return replace(
-            given, count=count, threads=self.threads or given.threads or even, ranks=self.ranks or given.ranks
+            config, count=count, threads=self.threads or config.threads or even, ranks=self.ranks or config.ranks
         )
 
     def host_args(self, folder: Path, config: WorkersConfig, *, local: int, address: str) -> HostArgs:
@@ -87,7 +87,7 @@ class Asked:
         return replace(args, command=(*args.command, *self.arguments) if self.is_script else args.command)
 
     def group_command(self, folder: Path, *, resume: bool) -> list[str]:
-        """What a rank of a fixed group runs: as under potluck train, or potluck run."""
+        """Return the command that a rank of a fixed group runs: as under potluck train, or potluck run."""
         if self.is_script:
             return [self.what, *self.arguments]
         args = TrainArgs(recipe=self.what, settings=self.settings, out=str(folder), resume=resume)
