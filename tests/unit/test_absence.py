@@ -16,12 +16,12 @@ import pytest
 
 from potluck.errors import ConfigError, Interrupted
 from potluck.launch import control
-from potluck.launch import stay as stay_module
+from potluck.launch import join_session as session_module
 from potluck.launch.absence import Absence, decide_absence
 from potluck.launch.control import Wish, control_folder, controlled, find_joiners
 from potluck.launch.hours import Hours, parse_length, tell_length
+from potluck.launch.join_session import JoinSession, JoinTerms
 from potluck.launch.pausing import choose, pause
-from potluck.launch.stay import Stay, Terms
 from potluck.launch.yielding import (
     BUSY_S,
     FREE_S,
@@ -248,9 +248,9 @@ def test_one_that_is_away_says_why_once_however_the_use_of_others_changes(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     looks = iter([Absence("yields", f"Yields: {use} %.") for use in (30, 40, 50)])
     with controlled("laptop-1", "") as one:
-        stay = Stay(WorkersConfig(count=1), Terms(), one, ["laptop-1"])
-        monkeypatch.setattr(stay._absences, "look", lambda ours: next(looks, None))
-        assert stay._await_turn()
+        session = JoinSession(WorkersConfig(count=1), JoinTerms(), one, ["laptop-1"])
+        monkeypatch.setattr(session._absences, "look", lambda ours: next(looks, None))
+        assert session._await_turn()
         assert find_joiners()[0].state().doing == "working"
     assert capsys.readouterr().err.splitlines() == ["potluck: Yields: 30 %.", "potluck: Back: joining again."]
 
@@ -296,10 +296,10 @@ def test_workers_know_whether_their_machine_was_away_and_how_patient_the_host_is
             return Absence(found, f"{found}.") if found is not None else None
 
         with controlled("laptop-1", "") as one:
-            stay = Stay(WorkersConfig(count=1), Terms(), one, ["laptop-1"])
-            monkeypatch.setattr(stay._absences, "look", look)
-            monkeypatch.setattr(stay_module, "WorkerPool", Pool)
-            assert stay.run(["x"], {}, folder) == 0
+            session = JoinSession(WorkersConfig(count=1), JoinTerms(), one, ["laptop-1"])
+            monkeypatch.setattr(session._absences, "look", look)
+            monkeypatch.setattr(session_module, "WorkerPool", Pool)
+            assert session.run(["x"], {}, folder) == 0
         assert told == expected
 
 

@@ -64,9 +64,9 @@ class Join:
 
     def __call__(self, *arguments: str) -> int:
         from potluck.launch.join import join
-        from potluck.launch.stay import Terms
+        from potluck.launch.join_session import JoinTerms
 
         config = workers_config(self.workers, self.threads, self.ranks)
         settings = (*data_setting(self.data), *base_setting(self.base))
-        terms = Terms.of(self.watch, self.hours, yields=self.yields)
+        terms = JoinTerms.of(self.watch, self.hours, yields=self.yields)
         return join(self.invite, list(arguments), config, settings, terms, fetches_base=self.fetch_base)

@@ -58,7 +58,7 @@ def load_base(
     kind = library.AutoModelForCausalLM if labels is None else library.AutoModelForSequenceClassification
     try:
         with shown(folder, weights=True) as place:
-            model, told = kind.from_pretrained(str(place), **SAFELY, **options)
+            model, loading = kind.from_pretrained(str(place), **SAFELY, **options)
         model.config._name_or_path = model.name_or_path = str(folder)
     except ConfigError:
         raise
@@ -69,7 +69,7 @@ def load_base(
         ) from None
     except Exception as error:
         raise ConfigError(f"Cannot load {folder}: {first_line(error)}.") from None
-    missing = {*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])}
+    missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     fresh = tuple(sorted({name.rpartition(".")[0] for name in missing}))
     if fresh and labels is None:
         raise ConfigError(
@@ -118,16 +118,16 @@ def add_adapter(model: nn.Module, config: AdapterConfig, *, classifies: bool, fr
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of GPT-2's layers, which it then treats as they need
-            found = peft.get_peft_model(model, adapter_settings(config, classifies=classifies, fresh=fresh))
+            adapted = peft.get_peft_model(model, adapter_settings(config, classifies=classifies, fresh=fresh))
     except ValueError as error:
         linear = sorted({name.rsplit(".", 1)[-1] for name, each in model.named_modules() if hasattr(each, "weight")})
         raise ConfigError(f"[lora] {first_line(error)[:300]}. Layers here are: {', '.join(linear)}.") from None
-    assert isinstance(found, nn.Module)
-    return found
+    assert isinstance(adapted, nn.Module)
+    return adapted
 
 
 def adapter_settings(config: AdapterConfig, *, classifies: bool, fresh: tuple[str, ...] = ()) -> Any:
-    """As peft has them. `fresh`: layers that are trained whole, since no base has them."""
+    """Convert an adapter's settings to peft's. `fresh`: layers that are trained whole, since no base has them."""
     settings: dict[str, Any] = {
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -140,7 +140,7 @@ def adapter_settings(config: AdapterConfig, *, classifies: bool, fresh: tuple[st
 
 
 def bytes_of_frozen(folder: Path, config: PretrainedConfig) -> int:
-    """Of memory, for a base that is not trained."""
+    """Estimate the memory of a base that is not trained."""
     numbers = numbers_in(folder)
     each = {"4bit": 0.55, "int8": 1.0}.get(config.load)
     if each is None:
@@ -184,7 +184,7 @@ def _numbers_within(settings: Any) -> Iterator[tuple[str, int]]:
 
 
 def known_labels(folder: Path) -> list[str] | None:
-    """Of a base that classifies already, and names its labels."""
+    """Return the labels of a base that classifies already and names them."""
     names: dict[int, str] = settings_of(folder).id2label or {}
     if all(name == f"LABEL_{number}" for number, name in names.items()):
         return None

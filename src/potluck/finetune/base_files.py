@@ -10,7 +10,7 @@ from potluck.sharding.stored import TensorFiles
 from potluck.words import say
 
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""What a model is made of: no pickles, and no code."""
+"""Files that a model is made of: no pickles, and no code."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 

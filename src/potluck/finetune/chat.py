@@ -55,7 +55,7 @@ def _talk(model: Any, tokenizer: Any, encoder: Encoder, **how: Any) -> None:
 
 
 class _Heard:
-    """What was said, shown without the space before it."""
+    """Collects what was said, and shows it without the space before it."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.text, self._show = "", show
@@ -67,7 +67,7 @@ class _Heard:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, until the end or /quit."""
+    """Yield the lines that are typed, until the end or /quit."""
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if asks:
         import readline  # noqa: F401 # arrows and history in input()

@@ -36,7 +36,7 @@ DATE = (
 class Encoded:
     tokens: list[int]
     answers: list[bool]
-    """Which of them are learnt."""
+    """Whether each of them is learnt."""
     label: str | int | None = None
 
 
@@ -74,7 +74,7 @@ def give_template(tokenizer: Any, form: Form) -> str:
 
 
 class Encoder:
-    """Of records of one form."""
+    """Encodes records of one form."""
 
     def __init__(self, tokenizer: Any, form: Form) -> None:
         self.tokenizer = tokenizer
@@ -89,14 +89,14 @@ class Encoder:
     def encode(self, records: Sequence[TextRecord]) -> Iterator[Encoded]:
         """In one call of the tokenizer, which works on all cores."""
         planned = [self._plan(record) for record in records]
-        found = self.tokenizer(
+        encoded = self.tokenizer(
             [text for text, _ in planned],
             add_special_tokens=self.form != "chat",  # a template has its own
             return_offsets_mapping=True,
             return_attention_mask=False,
             verbose=False,
         )
-        rows = zip(records, planned, found["input_ids"], found["offset_mapping"], strict=True)
+        rows = zip(records, planned, encoded["input_ids"], encoded["offset_mapping"], strict=True)
         for record, (_, spans), tokens, offsets in rows:
             if self.form == "label":
                 yield Encoded(tokens, [False] * len(tokens), record.fields["label"])
@@ -160,7 +160,7 @@ class Encoder:
             return False
 
     def written(self, messages: list[dict[str, Any]], tools: Tools = None, *, asks: bool = False) -> str:
-        """As the model reads it. `asks`: up to where it is to answer."""
+        """Write messages as the model reads them. `asks`: up to where it is to answer."""
         if not messages and not asks:
             return ""
         template = self.tokenizer.get_chat_template(tools=tools)
@@ -180,7 +180,7 @@ class Encoder:
         return bare if bare.endswith(self._special) else text
 
     def prompt_of(self, record: TextRecord, most_letters: int = 200) -> tuple[str, str]:
-        """What a sample is asked: in words for people, and as the model reads it."""
+        """Return the prompt of a sample: in words for people, and as the model reads it."""
         fields = record.fields
         if self.form == "chat":
             messages, tools = self._messages(record)
@@ -206,10 +206,10 @@ def _check_calls(messages: list[dict[str, Any]], text: str, where: str) -> None:
 
 
 def _within(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[bool]:
-    """Which tokens have letters of one of the spans, in their order: also one that begins before it."""
-    found, at = [], 0
+    """Tell which tokens have letters of one of the spans, in their order: also one that begins before it."""
+    is_within, at = [], 0
     for start, end in offsets:
         while at < len(spans) and start >= spans[at][1]:
             at += 1
-        found.append(end > start and at < len(spans) and end > spans[at][0])
-    return found
+        is_within.append(end > start and at < len(spans) and end > spans[at][0])
+    return is_within

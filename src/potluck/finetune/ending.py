@@ -1,4 +1,4 @@
-"""What a person sees when fine-tuning has ended: figures, a sample before and after, and how to use the result."""
+"""Shows the end of fine-tuning: figures, a sample before and after, and how to use the result."""
 
 import gc
 from contextlib import nullcontext
@@ -43,7 +43,7 @@ def show_result(summary: Summary, config: FinetuneConfig) -> None:
 
 
 def show_hosted(run: Path) -> None:
-    """The same of a run that a host has led, in its folder."""
+    """Show how to use the result of a run that a host has led, in its folder."""
     try:
         show_use(run, config_of(run), {})
     except ConfigError as error:

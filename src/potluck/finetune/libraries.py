@@ -35,6 +35,6 @@ def transformers() -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library said, without its stack of advice; to end a sentence of ours."""
+    """Return what a library said, without its stack of advice; to end a sentence of ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".")

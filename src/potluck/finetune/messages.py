@@ -64,21 +64,21 @@ def is_answer(message: Mapping[str, Any]) -> bool:
 
 
 def name_of(call: Any) -> str:
-    """Of the tool that is called; empty: this is no call."""
+    """Return the name of the tool that is called; empty: this is no call."""
     function = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
 
 
 def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """As templates take them: what is null is left out but for the content, and arguments are a table."""
-    found = []
+    """Convert messages to what templates take: null is left out but for the content, and arguments are a table."""
+    messages = []
     for message in fields["messages"]:
         known = {name: value for name, value in message.items() if value is not None}
         if calls := known.get("tool_calls"):
             known["tool_calls"] = [_call(call) for call in calls]
-        found.append({"content": None} | known)
-    return found
+        messages.append({"content": None} | known)
+    return messages
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """What the chat's model could call; some write it as JSON within a text."""
+    """List the tools that the chat's model could call; some write them as JSON within a text."""
     tools = fields.get("tools")
     if isinstance(tools, str):
         tools = json.loads(tools)

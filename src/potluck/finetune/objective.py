@@ -1,4 +1,4 @@
-"""What is learnt: the answers of a batch, or its labels."""
+"""The loss of fine-tuning: over the answers of a batch, or its labels."""
 
 import torch
 import torch.nn.functional as F

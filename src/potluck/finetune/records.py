@@ -36,7 +36,7 @@ PACKED = ".gz"
 """After any of these but .parquet, which packs by itself."""
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 MOST_LETTERS = 1 << 30
-"""Of a cell."""
+"""The most letters of a cell."""
 KNOWN = f"{', '.join(sorted(READ))}, and those but .parquet with {PACKED}"
 REJECTED = ("false", "0")
 """How a `label` beside an answer says, in small letters, that the answer is a bad one, as in TRL's rows for KTO."""
@@ -87,7 +87,7 @@ def _all(paths: tuple[str, ...]) -> Iterator[TextRecord]:
 
 
 def kind_of(file: Path) -> str:
-    """What it holds, by its name; of a packed file, what is packed."""
+    """Return the suffix of what a file holds, by its name; for a packed file, of what is packed."""
     kind = file.suffix.lower()
     return Path(file.stem).suffix.lower() if kind == PACKED else kind
 
@@ -196,7 +196,7 @@ def _of_datasets(name: str, folder: Path | None) -> Iterator[TextRecord]:
     library = need("datasets")
     library.disable_progress_bars()
     try:
-        found = library.load_from_disk(str(folder)) if folder is not None else _from_hub(library, name)
+        dataset = library.load_from_disk(str(folder)) if folder is not None else _from_hub(library, name)
     except Exception as error:  # whatever a network can do
         if folder is not None:
             raise ConfigError(f"Cannot read {folder}: {first_line(error)}.") from None
@@ -205,14 +205,14 @@ def _of_datasets(name: str, folder: Path | None) -> Iterator[TextRecord]:
             f" Check the name; or get it where there is a network, with hf download --repo-type dataset {name}, and"
             " name its files, or point HF_HOME to a cache that has it."
         ) from None
-    if not isinstance(found, dict):  # one split
-        yield from _of_rows(found, name)
+    if not isinstance(dataset, dict):  # one split
+        yield from _of_rows(dataset, name)
         return
-    held_out = next((split for split in HELD_OUT if split in found), None)
-    trained = "train" if "train" in found else next(split for split in found if split != held_out)
-    yield from _of_rows(found[trained], f"{name} ({trained})")
+    held_out = next((split for split in HELD_OUT if split in dataset), None)
+    trained = "train" if "train" in dataset else next(split for split in dataset if split != held_out)
+    yield from _of_rows(dataset[trained], f"{name} ({trained})")
     if held_out is not None and held_out != trained:
-        yield from _of_rows(found[held_out], f"{name} ({held_out})", is_held_out=True)
+        yield from _of_rows(dataset[held_out], f"{name} ({held_out})", is_held_out=True)
 
 
 def _from_hub(library: Any, name: str) -> Any:

@@ -23,7 +23,7 @@ MOST_CPU_S = 10
 MOST_BYTES = 512 << 20
 """Memory of all renderings, beyond what the libraries take."""
 MOST_LETTERS, MOST_TIMES = 1 << 20, 16
-"""What is written may have this many letters, and as many again for each that was given."""
+"""The most letters that may be written, and as many again for each that was given."""
 
 
 class TemplateError(Exception):
@@ -38,7 +38,7 @@ class TemplateProcess:
         self._lock = threading.Lock()  # answers come in the order of the requests, one at a time
 
     def render(self, **arguments: Any) -> str:
-        """What `render_jinja_template` of transformers makes of them, for one conversation."""
+        """Render one conversation as transformers' `render_jinja_template` does."""
         request = json.dumps(arguments, default=str)
         with self._lock:
             answer = self._ask(request)

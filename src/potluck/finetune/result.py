@@ -1,4 +1,4 @@
-"""What a run comes to: a folder that `from_pretrained` loads, written from the newest checkpoint by the libraries.
+"""Writes the result folder that `from_pretrained` loads, from the newest checkpoint, by the libraries.
 
 Needs the base's config and none of its weights, so it takes little memory, and any strategy's checkpoint serves.
 """
@@ -98,7 +98,7 @@ def named(config: FinetuneConfig, base: Path) -> str:
 
 
 def first_record(config: FinetuneConfig) -> TextRecord | None:
-    """Of the data, where this machine has them: a host may lead a run without."""
+    """Return the first record of the data, where this machine has them: a host may lead a run without."""
     try:
         return next(read_records(config.data))
     except ConfigError:
@@ -106,7 +106,7 @@ def first_record(config: FinetuneConfig) -> TextRecord | None:
 
 
 def labels_of(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor]) -> list[str] | None:
-    """Of a run that classifies: by the data, or where they are not here, numbers."""
+    """Return the labels of a run that classifies: by the data, or where they are not here, numbers."""
     first = first_record(config)
     if config.model.task == "write" or (first is not None and first.form != "label"):
         return None

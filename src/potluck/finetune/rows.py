@@ -1,4 +1,4 @@
-"""What a run is trained on and looked at: records, encoded and held, with what a person should know of them."""
+"""Makes the rows that a run is trained on and evaluated with: records, encoded and held."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ class PreparedRows:
     collate: TokenCollate
     answers_per_row: float
     labels: list[str] | None
-    """Of rows that are classified."""
+    """Labels of rows that are classified."""
     sentences: list[str] = field(default_factory=list)
     """For people."""
 
@@ -117,12 +117,12 @@ class _Stores:
 
 def names_of(labels: Iterable[str | int], known: list[str] | None) -> list[str]:
     """In an order that does not depend on that of the rows; in that of the base, if it knows them all."""
-    found = set(labels)
-    numbers = [label for label in found if isinstance(label, int)]
-    if known is not None and set(map(str, found)) <= set(known):
+    unique = set(labels)
+    numbers = [label for label in unique if isinstance(label, int)]
+    if known is not None and set(map(str, unique)) <= set(known):
         return known
-    order = sorted(set(map(str, found)))  # 1 and "1" are one
-    if len(numbers) == len(found) and min(numbers) >= 0:
+    order = sorted(set(map(str, unique)))  # 1 and "1" are one
+    if len(numbers) == len(unique) and min(numbers) >= 0:
         if max(numbers) >= 1 << 16:
             raise ConfigError(f"A label of {max(numbers):,} is no class: number them from 0.")
         order = [str(number) for number in range(max(numbers) + 1)]
@@ -143,28 +143,28 @@ def _chunks(records: Iterable[TextRecord]) -> Iterable[list[TextRecord]]:
 
 
 def _told(stores: _Stores, context: int, encoder: Encoder, share: float) -> list[str]:
-    """What happened to rows, if it did."""
-    found = []
+    """Say what happened to rows, if anything did."""
+    sentences = []
     cut = stores.training.cut + stores.validation.cut
     dropped = stores.training.dropped + stores.validation.dropped
     if cut:
-        found.append(
+        sentences.append(
             f"Cut off at {context:,} tokens: {plural(cut, 'row')} of {stores.count:,}. A larger model.context keeps"
             " more of them."
         )
     if dropped:
-        found.append(
+        sentences.append(
             f"Left out: {plural(dropped, 'row')} of {stores.count:,}, where no token of the answer lies within"
             f" {context:,} tokens. A larger model.context keeps them."
         )
     if share and not len(stores.validation):
-        found.append(
+        sentences.append(
             f"{plural(stores.count, 'row')} are too few to keep {share:.0%} of them, so no validation loss is taken."
             " Set a larger data.validation, such as 0.2, to have one."
         )
     if encoder.unseen:
-        found.append(
+        sentences.append(
             f"{plural(encoder.unseen, 'answer')} within chats are not learnt: the model's chat template writes them"
             " otherwise once more follows. The last one of each chat is."
         )
-    return found
+    return sentences

@@ -1,4 +1,4 @@
-"""What a recipe says of the model from Hugging Face, of its adapter and of its rows. Imports no torch."""
+"""Settings of a recipe for the model from Hugging Face, its adapter and its rows. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ class PretrainedConfig:
     hf: str
     """A folder that `save_pretrained` wrote, or an id on the Hugging Face hub, such as org/name."""
     task: Task = "auto"
-    """What it learns: to write, or to classify; auto: to classify where the rows have a label."""
+    """Task that it learns: to write, or to classify; auto: to classify where the rows have a label."""
     load: Literal["plain", "4bit", "int8"] = "plain"
     """How the frozen weights are kept: as they are, in 4 bits (bitsandbytes), or in 8 (torchao). They need [lora]."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the weights; auto: frozen ones as they were saved, and fp32 where all are trained, or a new head is."""
+    """Dtype of the weights; auto: frozen ones as they were saved, and fp32 where all are trained, or a new head is."""
     context: int | None = None
     """The most tokens of a row; None: as many as the model takes, and no more than 1024."""
 
@@ -40,9 +40,9 @@ class AdapterConfig:
     rank: int = 16
     """The width of the matrices."""
     alpha: float = 32.0
-    """What they give is scaled by alpha / rank."""
+    """The adapter's output is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Of what goes into them."""
+    """Dropout of the adapter's input."""
     targets: tuple[str, ...] = ()
     """The layers that get one, by the ends of their names, such as q_proj; empty: every linear layer but the head."""
     modules_to_save: tuple[str, ...] = ()

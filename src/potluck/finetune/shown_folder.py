@@ -1,4 +1,4 @@
-"""What libraries are shown of a base's folder: its own files by plain names, and no text that names any other file.
+"""Shows libraries a base's folder: its own files by plain names, and no text that names any other file.
 
 A folder may come from a host, whom nobody trusts with the files of this machine. Libraries follow names that they find
 in it: an index of weights, settings of a tokenizer, an adapter's base. So they read a folder that we made of it: texts
@@ -47,11 +47,11 @@ def weight_files(folder: Path) -> list[Path]:
         named = list(dict.fromkeys(str(each) for each in parts.values()))
     else:
         named = [name]
-    found = [folder / _plain(each, source, ".safetensors") for each in named]
-    for path in found:
+    paths = [folder / _plain(each, source, ".safetensors") for each in named]
+    for path in paths:
         if not path.is_file():
             raise ConfigError(f"There is no {path.name} in {folder}, which should hold weights of the model.")
-    return found
+    return paths
 
 
 @contextmanager
@@ -120,12 +120,12 @@ def _json(path: Path) -> Any:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        found = _json(path)
+        settings = _json(path)
     except ValueError as error:
         raise ConfigError(f"Cannot read {path}: {error}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(f"{path} holds no settings: it is not a JSON object.")
-    return found
+    return settings
 
 
 def _plain(name: object, source: Path, suffix: str) -> str:

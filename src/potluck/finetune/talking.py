@@ -23,10 +23,10 @@ def answer(
     is_written: bool = True,
     hear: Callable[[str], None] = lambda text: None,
 ) -> str:
-    """What the model says to a prompt. `is_written`: by a template, which has put in all tokens that are special.
-    `hear`: gets it bit by bit."""
-    found = tokenizer(prompt, return_tensors="pt", add_special_tokens=not is_written, verbose=False)
-    tokens = found["input_ids"]
+    """Generate the model's answer to a prompt. `is_written`: by a template, which has put in all tokens that are
+    special. `hear`: gets it bit by bit."""
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not is_written, verbose=False)
+    tokens = encoded["input_ids"]
     if not is_written and tokens.shape[1] > 1 and tokens[0, -1] == tokenizer.eos_token_id:
         tokens = tokens[:, :-1]  # it is to continue, not to have ended
     tokens = tokens[:, -room_of(model, length) :].to(next(model.parameters()).device)
@@ -47,13 +47,13 @@ def answer(
 def continue_row(model: Any, tokenizer: Any, row: TokenRow) -> tuple[str, str]:
     """A row up to its first answer, and what the model says then, in the time that it has. It is left as it was."""
     first = int(row.answers.int().argmax()) or BEGINNING
-    given = row.tokens[:first][-PROMPT:].long().unsqueeze(0).to(next(model.parameters()).device)
+    prompt = row.tokens[:first][-PROMPT:].long().unsqueeze(0).to(next(model.parameters()).device)
     was_training = model.training
     model.eval()
     try:
         written = model.generate(
-            input_ids=given,
-            attention_mask=torch.ones_like(given),
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
             max_new_tokens=PROMPT,
             max_time=0.5,
             do_sample=False,
@@ -62,7 +62,7 @@ def continue_row(model: Any, tokenizer: Any, row: TokenRow) -> tuple[str, str]:
         )
     finally:
         model.train(was_training)
-    shown, said = given[0], written[0, given.shape[1] :]
+    shown, said = prompt[0], written[0, prompt.shape[1] :]
     return tokenizer.decode(shown, skip_special_tokens=True), tokenizer.decode(said, skip_special_tokens=True)
 
 

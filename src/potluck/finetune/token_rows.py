@@ -25,7 +25,7 @@ class TokenRow:
     tokens: Tensor
     answers: Tensor
     lengths: tuple[int, ...]
-    """Of the documents in it, one after the other."""
+    """Lengths of the documents in it, one after the other."""
     label: int = -1
 
 
@@ -89,7 +89,8 @@ def _tensor(data: Any, dtype: torch.dtype) -> Tensor:
 
 
 def pack(lengths: Sequence[int], context: int) -> list[list[int]]:
-    """Which documents share a row: the longest first, each where it leaves the least room. The same everywhere."""
+    """Choose which documents share a row: the longest first, each where it leaves the least room. The result is the
+    same everywhere."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # of each row that has some: how much, and which it is, in order
     for number in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
@@ -129,7 +130,7 @@ class TokenRows(Dataset[TokenRow]):
         return TokenRow(tokens, answers, tuple(span.stop - span.start for span in spans), self.labels[documents[0]])
 
     def potluck_fingerprint(self) -> str:
-        """Of all tokens, so of the text, the tokenizer and its template alike."""
+        """Hash all tokens, so the text, the tokenizer and its template alike."""
         digest = hashlib.sha256()
         for part in (self.tokens, self.answers.to(torch.uint8), self.bounds):
             digest.update(memoryview(part.numpy()))  # type: ignore[arg-type]

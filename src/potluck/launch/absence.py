@@ -1,6 +1,6 @@
-"""Why a worker on a person's own machine is to be away now: paused, outside of its hours, or yielding. Decided purely.
+"""Decides whether a worker on a person's own machine is away now: paused, outside of its hours, or yielding. Pure.
 
-Whoever asks has the clock, the wish and the measurements; what follows from the answer is launch/stay.py's affair.
+The caller (join_session.py) has the clock, the wish and the measurements, and acts on the answer.
 """
 
 import time
@@ -18,9 +18,9 @@ LOOK_S = 0.25
 @dataclass(frozen=True)
 class Absence:
     reason: str
-    """What the host is told."""
+    """Reason that the host is told."""
     sentence: str
-    """What its owner is told."""
+    """Sentence that its owner is told."""
 
 
 def decide_absence(wish: Wish, hours: Hours | None, use: Verdict | None, now: float) -> Absence | None:

@@ -23,11 +23,11 @@ from potluck.words import say
 
 LOCK, STATE, WISH = "lock", "state.json", "wish.json"
 MOST_BYTES = 4096
-"""Of a file that is read here."""
+"""The most bytes of a file that is read here."""
 
 
 def control_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Of this user, on this machine: a home may be shared by many machines, and a run folder is not."""
+    """Return this user's folder on this machine: a home may be shared by many machines, and a run folder is not."""
     if (runtime := environment.get("XDG_RUNTIME_DIR")) and os.access(runtime, os.W_OK):
         return Path(runtime) / "potluck" / "workers"
     cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -38,13 +38,13 @@ def control_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the owner wants: that it pauses, until a time or until resume; or that it works."""
+    """The owner's wish: that it pauses, until a time or until resume; or that it works."""
 
     pauses: bool
     until: float | None = None
     """Seconds since 1970."""
     for_s: float | None = None
-    """As it was asked for, to be said."""
+    """Seconds that were asked for, to be shown."""
 
 
 @dataclass(frozen=True)
@@ -147,18 +147,18 @@ class Found:
 
 
 def find_joiners(root: Path | None = None) -> list[Found]:
-    """Of this user, on this machine; what those have left behind who were killed is cleared away."""
+    """List this user's joiners on this machine; what killed ones have left behind is cleared away."""
     root = root or control_folder()
-    found = []
+    joiners = []
     for folder in sorted(root.iterdir()) if root.is_dir() else []:
         joiner = Found(folder)
         if joiner.is_alive:
-            found.append(joiner)
+            joiners.append(joiner)
             continue
         with suppress(FileNotFoundError):  # it has just ended, and cleared it away itself
             if time.time() - folder.stat().st_mtime > 60:  # else it may be about to take its lock
                 shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return joiners
 
 
 def _write(path: Path, table: dict[str, Any]) -> None:

@@ -35,7 +35,7 @@ SETTINGS = (
     "fit.validate_every=50",
     "fit.checkpoint.every=1_000_000",
 )
-"""What differs from the recipe, so that both runs together stay well below three minutes on two cores."""
+"""Settings that differ from the recipe, so that both runs together stay well below three minutes on two cores."""
 POLICIES = {
     "sync": ("policy.kind=sync", "policy.balance=false"),
     "cadence": ("policy.kind=cadence",),
@@ -88,7 +88,7 @@ def _train(config: WorkersConfig, settings: tuple[str, ...], folder: Path, *, is
 
 
 def find_folders(out: str | None) -> dict[str, Path]:
-    """Of each policy's run: below --out, or runs/demo-POLICY with one number for both."""
+    """Return the folder of each policy's run: below --out, or runs/demo-POLICY with one number for both."""
     if out is not None:
         return {policy: Path(out) / policy for policy in POLICIES}
     for suffix in itertools.chain([""], (f"-{number}" for number in itertools.count(2))):

@@ -19,9 +19,9 @@ from potluck.waiting import wait_until
 GRACE_S = 5.0
 """How long each has to end by itself, when all are asked to."""
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-"""So small a model is trained sooner without a GPU than one is woken."""
+"""Keeps children off the GPU: so small a model is trained sooner without one than one is woken."""
 LAST_LINES = 12
-"""Of a child that failed, so many are shown."""
+"""How many lines of a child that failed are shown."""
 
 
 class ChildFailed(PotluckError):

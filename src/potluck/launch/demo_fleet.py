@@ -37,7 +37,7 @@ DISTURBED, UNDISTURBED = "disturbed", "undisturbed"
 KILL_AFTER_STEP = 20
 """The first kill: when the run is well under way."""
 STEPS_TOGETHER = 15
-"""So many with the newcomer, before the host is killed; and so many afterwards that are sure to be seen."""
+"""Steps with the newcomer, before the host is killed; and steps afterwards that are sure to be seen."""
 EDGE_STEPS = 3
 """The host is not killed so close to the end of an epoch, whose proof it could be about to write."""
 ATTEMPTS = 3
@@ -118,7 +118,8 @@ def _interrupt(number: int) -> None:
 
 
 class EventTail:
-    """What is new in a file of events. A line is read once it is whole; one that a kill has cut is passed over."""
+    """Reads what is new in a file of events. A line is read once it is whole; one that a kill has cut is passed
+    over."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._rest = path, 0, b""
@@ -303,7 +304,7 @@ class _FleetDemo:
         self.teller.print(self.watch.story.on_kill(child.name, at, is_host=is_host))
 
     def leave_undisturbed(self) -> Progression:
-        """The same run, by one worker of its own host: under Sync the bits do not depend on how many there are."""
+        """Do the run again with one worker of its own host: under Sync the bits do not depend on how many there are."""
         run = self.folder / UNDISTURBED
         watch = _Watch(run, self.children, self.teller, {})
         self.teller.tell("The same run once more, undisturbed, by one worker.", "bold")
@@ -398,11 +399,11 @@ def draw_table(comparison: Comparison) -> Table:
 
 
 def export_and_hash(folder: Path, name: str) -> str:
-    """Of the plain safetensors file of a run's last checkpoint, as `potluck export` writes it."""
+    """Hash the plain safetensors file of a run's last checkpoint, as `potluck export` writes it."""
     out = folder / f"{name}.safetensors"
-    found = checkpoint_folder.found(folder / name / "checkpoints")
-    if not found:
+    checkpoints = checkpoint_folder.found(folder / name / "checkpoints")
+    if not checkpoints:
         raise PotluckError(f"The {name} run has left no checkpoint in {folder / name}.")
-    write_plain(found[0], out)
+    write_plain(checkpoints[0], out)
     with out.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

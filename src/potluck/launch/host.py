@@ -188,7 +188,7 @@ class _Host:
         self.server.order(str(order.get("action")), order.get("worker"))
 
     def _tell_now(self) -> None:
-        """What no event tells, for those who look: at most once a second, and never in the way of a step."""
+        """Write what no event tells, for those who look: at most once a second, and never in the way of a step."""
         if time.monotonic() < self._told_now_at + NOW_S:
             return
         self._told_now_at = time.monotonic()
@@ -250,7 +250,7 @@ class _Host:
         return self.identity.invite(address, self.server.port, encrypted=not self.listening.insecure)
 
     def _invited(self) -> Invite | None:
-        """What `potluck invite` has put beside the identity: where those who have it will look for this host."""
+        """Read what `potluck invite` has put beside the identity: where those who have it will look for this host."""
         given = self.listening.identity
         return read_invite(str(given / "invite")) if given is not None and (given / "invite").is_file() else None
 
@@ -268,7 +268,7 @@ class _Host:
             return Journal(path)
 
     def _port_before(self) -> int:
-        """Of the last invite, where no journal tells it: workers will come back there."""
+        """Return the port of the last invite, where no journal tells it: workers will come back there."""
         with suppress(OSError, ValueError, ConfigError):
             return Invite.parse((self.folder / "invite").read_text(encoding="utf-8").strip()).port
         return 0
@@ -314,27 +314,27 @@ class _Host:
         if self._has_started or core.description is None:
             return
         self._has_started = True
-        description, told = core.description, core.description.told
+        description, details = core.description, core.description.told
         self.events.emit(
             RunStarted(
-                name=str(told.get("name") or self.folder.name),
+                name=str(details.get("name") or self.folder.name),
                 folder=str(self.folder),
                 workers=max(1, len(core.membership.ready)),
                 device="any device",
                 parameters=description.floats,
-                unit=str(told.get("unit") or "rows"),
+                unit=str(details.get("unit") or "rows"),
                 batch_size=description.batch,
                 steps_total=core.steps_total,
                 from_step=from_step,
-                strategy=str(told.get("strategy") or ""),
+                strategy=str(details.get("strategy") or ""),
                 policy=description.policy,
                 wire=description.wire,
-                flops_per_sample=_figure(told.get("flops_per_sample")),
+                flops_per_sample=_figure(details.get("flops_per_sample")),
             )
         )
 
     def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """What is not as it was when the host was stopped: allowed, and said."""
+        """Say which settings are not as they were when the host was stopped: that is allowed."""
         for name, (was, is_now) in differing_settings(before, now).items():
             self._notice(f"{name} was {was} in this run so far, and is {is_now} from here on.")
 
@@ -475,5 +475,5 @@ class _Host:
 
 
 def _figure(told: object) -> float:
-    """What a worker says: it may say anything."""
+    """Read a number that a worker has sent: it may send anything."""
     return float(told) if isinstance(told, int | float) and 0 <= told < 1e30 else 0.0

@@ -50,12 +50,12 @@ class Hours:
 
     def opens_at(self, now: datetime) -> datetime:
         """The next minute at which it is open; `now` if it is. Found on the clock as a person reads it."""
-        found = now
+        minute = now
         if not self.is_open(now):
-            found = now.replace(second=0, microsecond=0)
-            while not self.is_open(found):
-                found += timedelta(minutes=1)
-        return found
+            minute = now.replace(second=0, microsecond=0)
+            while not self.is_open(minute):
+                minute += timedelta(minutes=1)
+        return minute
 
 
 def parse_length(text: str) -> float:
@@ -68,7 +68,7 @@ def parse_length(text: str) -> float:
 
 
 def tell_length(seconds: float) -> str:
-    """As a person would say it: 1 h, 1.5 h, 45 min, 90 s."""
+    """Write a length of time as a person would: 1 h, 1.5 h, 45 min, 90 s."""
     for unit_s, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= unit_s and (seconds / unit_s * 4).is_integer():
             return f"{seconds / unit_s:g} {unit}"

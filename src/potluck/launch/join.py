@@ -16,7 +16,7 @@ from potluck.errors import ConfigError
 from potluck.fleet.base_folder import fetch_base
 from potluck.fleet.invite import INVITE, Invite, read_invite
 from potluck.launch.control import controlled
-from potluck.launch.stay import Stay, Terms
+from potluck.launch.join_session import JoinSession, JoinTerms
 from potluck.signals import held_back
 from potluck.system import HAS_GROUPS
 from potluck.train.arguments import FILES_ASKED, WorkersConfig, base_setting, data_setting
@@ -28,28 +28,29 @@ def join(
     script: list[str],
     config: WorkersConfig,
     settings: tuple[str, ...],
-    terms: Terms = Terms(),
+    terms: JoinTerms = JoinTerms(),
     *,
     fetches_base: bool = False,
 ) -> int:
     """`fetches_base`: the model that is fine-tuned comes from the host, if it is not here yet."""
-    found = read_invite(None if invite == HIDDEN else invite)
+    host_invite = read_invite(None if invite == HIDDEN else invite)
     if script and script[0].startswith("-"):
         raise ConfigError(f"Options come before the invite: potluck join {script[0]} ... INVITE.")
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"There is no script {script[0]}.")
-    found.check_has_pin()
+    host_invite.check_has_pin()
     if HAS_GROUPS and invite != HIDDEN and invite != "-" and not Path(invite).is_file():
-        hide_invite(found.line(), invite)  # where programs cannot be replaced, arguments are the user's own to read
+        # Where programs cannot be replaced, arguments are the user's own to read.
+        hide_invite(host_invite.line(), invite)
     if fetches_base:
-        settings = (*settings, *base_setting(str(_fetched(found))))
+        settings = (*settings, *base_setting(str(_fetched(host_invite))))
     name = f"{platform.node()}-{os.getpid()}"
     names = [f"{name}-{number}" if config.count > 1 else name for number in range(config.count)]
-    with controlled(name, f"{found.host} port {found.port}") as control:
-        stay = Stay(config, terms, control, names)
+    with controlled(name, f"{host_invite.host} port {host_invite.port}") as control:
+        session = JoinSession(config, terms, control, names)
         while True:
             command = script or ["--join", json.dumps(list(settings))]
-            code, asked = _take_part(stay, command, found.line(), is_quiet=config.count > 1)
+            code, asked = _take_part(session, command, host_invite.line(), is_quiet=config.count > 1)
             if not asked or not _says_yes(asked):
                 return code
             settings = (*settings, *data_setting(asked))
@@ -75,12 +76,12 @@ def _fetched(invite: Invite) -> Path:
     return folder
 
 
-def _take_part(stay: Stay, command: list[str], line: str, *, is_quiet: bool) -> tuple[int, list[str]]:
+def _take_part(session: JoinSession, command: list[str], line: str, *, is_quiet: bool) -> tuple[int, list[str]]:
     """The exit code; and if workers ended since the host's recipe names files on this machine, those files."""
     with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
         question = Path(folder) / "files"
         environment = {INVITE: line, FILES_ASKED: str(question)} | ({QUIET: "1"} if is_quiet else {})
-        code = stay.run(command, environment, Path(folder))
+        code = session.run(command, environment, Path(folder))
         return code, json.loads(question.read_text(encoding="utf-8")) if question.exists() else []
 
 

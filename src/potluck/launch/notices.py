@@ -20,7 +20,7 @@ from potluck.errors import ConfigError
 from potluck.words import duration
 
 MOST_BYTES = 1 << 20
-"""Of an answer; one of Azure's lists the events of a whole set of machines."""
+"""The most bytes of an answer; one of Azure's lists the events of a whole set of machines."""
 TIMEOUT_S = 5.0
 FIRST_TIMEOUT_S = 125.0
 """Azure switches its service on with the first question, which may take two minutes."""
@@ -81,7 +81,7 @@ def read_azure(answer: str, name: str) -> Notice | None:
 
 
 def decide_provider(told: Mapping[str, str]) -> str | None:
-    """Which cloud this machine is of, by what its firmware says; none: of none that we know. Nobody is asked."""
+    """Find the cloud of this machine, by what its firmware says; None: none that we know. Nobody is asked."""
     words = " ".join(told.values())
     if "Amazon EC2" in words:
         return "aws"
@@ -94,13 +94,13 @@ AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 
 
 def firmware() -> dict[str, str]:
-    found = {}
+    texts = {}
     for name in ("sys_vendor", "product_name", "bios_vendor", "chassis_asset_tag"):
         try:
-            found[name] = Path("/sys/class/dmi/id", name).read_text(encoding="ascii", errors="replace").strip()
+            texts[name] = Path("/sys/class/dmi/id", name).read_text(encoding="ascii", errors="replace").strip()
         except OSError:
             continue
-    return found
+    return texts
 
 
 def _table(answer: str) -> dict[str, Any]:
@@ -164,13 +164,13 @@ class Aws:
     def ask(self) -> Notice | None:
         if time.monotonic() > self._token_until:
             ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
-            found = self.service.ask("/latest/api/token", ttl, method="PUT")
-            if found is None:
+            answer = self.service.ask("/latest/api/token", ttl, method="PUT")
+            if answer is None:
                 return None
-            self._token, self._token_until = found[0].strip(), time.monotonic() + TOKEN_S / 2
+            self._token, self._token_until = answer[0].strip(), time.monotonic() + TOKEN_S / 2
         headers = {"X-aws-ec2-metadata-token": self._token}
-        found = self.service.ask("/latest/meta-data/spot/instance-action", headers)
-        if found is not None and (notice := read_aws(found[0])) is not None:
+        answer = self.service.ask("/latest/meta-data/spot/instance-action", headers)
+        if answer is not None and (notice := read_aws(answer[0])) is not None:
             return notice
         risk = self.service.ask("/latest/meta-data/events/recommendations/rebalance", headers)
         if risk is not None and read_aws_risk(risk[0]) and not self._has_warned:
@@ -206,19 +206,19 @@ class Azure:
     def ask(self) -> Notice | None:
         headers = {"Metadata": "true"}
         if not self._name:
-            found = self.service.ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
-            if found is None:
+            answer = self.service.ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
+            if answer is None:
                 return None
-            self._name = found[0].strip()
+            self._name = answer[0].strip()
         timeout_s = FIRST_TIMEOUT_S if self._is_first else TIMEOUT_S
-        found = self.service.ask("/metadata/scheduledevents?api-version=2020-07-01", headers, timeout_s=timeout_s)
-        self._is_first &= found is None
-        return read_azure(found[0], self._name) if found is not None else None
+        answer = self.service.ask("/metadata/scheduledevents?api-version=2020-07-01", headers, timeout_s=timeout_s)
+        self._is_first &= answer is None
+        return read_azure(answer[0], self._name) if answer is not None else None
 
 
 PROVIDERS: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 METADATA = "169.254.169.254"
-"""Of all three: an address that leads no further than the machine's own link."""
+"""Address of all three services; it leads no further than the machine's own link."""
 WATCHES = ("off", "auto", *PROVIDERS)
 
 
@@ -233,11 +233,11 @@ def start_watch(watch: str, say: Callable[[str], None]) -> "NoticeWatch":
     provider: str | None = watch if watch in PROVIDERS else None
     if watch == "auto" and (provider := decide_provider(firmware())) is None:
         say("The firmware of this machine names no cloud that gives notices; SIGTERM and SIGUSR1 are heard.")
-    found = NoticeWatch()
+    notices = NoticeWatch()
     if provider is not None:
         host, _, port = os.environ.get(ADDRESS, METADATA).partition(":")
-        found.start(PROVIDERS[provider](Metadata(host, int(port or 80)), say))
-    return found
+        notices.start(PROVIDERS[provider](Metadata(host, int(port or 80)), say))
+    return notices
 
 
 @dataclass

@@ -46,16 +46,16 @@ def _next_state(joiner: Found, before: State) -> State:
     return joiner.state()
 
 
-def choose(found: list[Found], name: str | None, command: str) -> list[Found]:
+def choose(joiners: list[Found], name: str | None, command: str) -> list[Found]:
     """The one that is meant, or all of them; a ConfigError lists them where it is not clear."""
-    if not found:
+    if not joiners:
         raise ConfigError("No worker of yours has joined a run from this machine: start one with potluck join INVITE.")
     if name == ALL:
-        return found
-    chosen = [joiner for joiner in found if name is None or joiner.name == name]
+        return joiners
+    chosen = [joiner for joiner in joiners if name is None or joiner.name == name]
     if len(chosen) == 1:
         return chosen
-    listed = "".join(f"\n  {joiner.name}  {_tell(joiner)}" for joiner in found)
+    listed = "".join(f"\n  {joiner.name}  {_tell(joiner)}" for joiner in joiners)
     if name is not None:
         raise ConfigError(f"No worker of yours on this machine is called {name!r}. There are:{listed}")
     raise ConfigError(f"Say which: potluck {command} NAME, or potluck {command} {ALL}. There are:{listed}")

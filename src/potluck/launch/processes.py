@@ -32,7 +32,7 @@ from potluck.words import plural, say, size
 GRACE_S = 3.0
 """How long the others have to end by themselves, once one has failed, before they are ended."""
 WORKER_BYTES = 100_000_000
-"""What a worker has for itself when it has loaded torch, at the least."""
+"""Memory that a worker has for itself when it has loaded torch, at the least."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class RankSpan:
     """Where all of them meet: of the machine of rank 0."""
     port: int
     place: int = 0
-    """Of the first among all ranks on this machine, where several commands start some."""
+    """Index of the first among all ranks on this machine, where several commands start some."""
     places: int = 1
     """How many ranks this machine has in all."""
 
@@ -193,7 +193,7 @@ def _watch(team: list[Worker]) -> int:
 
 
 def _failed(ended: list[Worker], interrupts: Interrupts) -> list[Worker]:
-    """Those who failed by themselves. One that only lost a peer, or was asked to stop, did not."""
+    """Select the workers that failed by themselves. One that only lost a peer, or was asked to stop, did not."""
     excused = {0, WorkerLost.exit_code} | ({Interrupted.exit_code} if interrupts.count else set())
     return [worker for worker in ended if worker.code not in excused]
 
@@ -349,15 +349,15 @@ class WorkerPool:
 
         Of several ranks, the one that ended it. A worker that asks for more ranks gets them here.
         """
-        told = []
+        endings = []
         for number, team in enumerate(self._teams):
             if (ranks := team.request.look()) is not None:
                 self._complete(number, team, ranks)
             team.end_with_its_first(time.monotonic())
             if not team.is_alive and not team.is_told:
                 team.is_told = True
-                told.append((team.blamed, tell_end(team)))
-        return told
+                endings.append((team.blamed, tell_end(team)))
+        return endings
 
     def _complete(self, number: int, team: Team, ranks: int) -> None:
         """Starts the other ranks of a worker, and tells the first by what they meet."""
@@ -383,7 +383,7 @@ class WorkerPool:
 
 
 def tell_end(team: Team) -> str:
-    """What became of a worker, as a sentence; empty if all is well."""
+    """Say what became of a worker, as a sentence; empty if all is well."""
     worker = team.blamed
     words = worker.words().removeprefix("potluck: ")
     if worker.code in (0, Interrupted.exit_code):

@@ -59,7 +59,7 @@ def _train_built_in(config: RunConfig, args: TrainArgs, engine: Engine, *, shows
 
 
 def finish(arguments: list[str]) -> None:
-    """Of a run that a host has led, in its folder: what is made with the libraries that only workers load."""
+    """Finish a run that a host has led, in its folder: make what needs libraries that only workers load."""
     run = Path(arguments[0])
     config = read_recipe((run / "run.toml").read_text(encoding="utf-8"), str(run / "run.toml"), ())
     if isinstance(config, FinetuneConfig):
@@ -72,7 +72,7 @@ def finish(arguments: list[str]) -> None:
 
 
 def read_recipe(text: str, source: str, overrides: tuple[str, ...]) -> RunConfig | FinetuneConfig:
-    """Of whichever kind it is."""
+    """Read a recipe of either kind."""
     table = parse_toml(text, source=source, overrides=overrides)
     return from_dict(FinetuneConfig, table) if is_finetune(table) else from_dict(RunConfig, table)
 
@@ -130,8 +130,8 @@ def join(arguments: list[str]) -> None:
 def _with_own_base(config: FinetuneConfig) -> FinetuneConfig:
     """A host names a model, and not a folder of ours: what is in the cache of this machine is that model."""
     name = config.model.hf
-    found = cached(name)
-    if found is None:
+    copy = cached(name)
+    if copy is None:
         shown = clean(name[:200])
         is_id = not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "\\" not in name
         get = f" Get it with hf download {shown}; or name" if is_id else " Name"
@@ -139,11 +139,11 @@ def _with_own_base(config: FinetuneConfig) -> FinetuneConfig:
             f"This run fine-tunes {shown}, and the cache of this machine has no copy.{get} a folder that holds it,"
             " with potluck join --base FOLDER INVITE; or ask the host for it, with potluck join --fetch-base INVITE."
         )
-    return replace(config, model=replace(config.model, hf=str(found)))
+    return replace(config, model=replace(config.model, hf=str(copy)))
 
 
 def _check_little(config: RecipeConfig) -> None:
-    """What a host's recipe may make this machine do."""
+    """Refuse what a host's recipe may not make this machine do."""
     ranks, most = ranks_per_worker(config.strategy, 1), max(4, usable_cores(), torch.cuda.device_count())
     if ranks > most:
         raise ConfigError(

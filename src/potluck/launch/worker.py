@@ -1,4 +1,4 @@
-"""What a worker process runs: a script of yours, or a recipe. Our errors leave as sentences, not as stacks of frames.
+"""Runs a worker process: a script of yours, or a recipe. Our errors leave as sentences, not as stacks of frames.
 
 python -m potluck.launch.worker script.py [arguments]
 python -m potluck.launch.worker --recipe ARGUMENTS
@@ -114,7 +114,8 @@ def _leave_words(words: str) -> None:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """As Python has it: a number is the code, nothing is 0, and anything else is printed."""
+    """Return a script's exit code as Python has it: a number is the code, nothing is 0, and anything else is
+    printed."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)

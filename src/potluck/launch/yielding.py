@@ -27,7 +27,7 @@ CARD_BYTES = 1 << 30
 class Sample:
     at: float
     share: float
-    """Of the whole, that others use."""
+    """Share of the whole that others use."""
     what: str
     """The thing that is used, as in "the processor is in use"."""
 
@@ -62,7 +62,7 @@ def decide_yield(samples: Sequence[Sample], *, is_away: bool) -> Verdict:
 
 @dataclass
 class ProcessorUse:
-    """Of all processes but ours, from one look at /proc to the next."""
+    """Measures the processor use of all processes but ours, from one look at /proc to the next."""
 
     cores: int
     _before: tuple[float, float, dict[int, int]] | None = None
@@ -100,11 +100,11 @@ def ticks_of(pid: int) -> int | None:
 
 @dataclass
 class CardUse:
-    """Of the cards that these workers compute on, through nvidia-smi."""
+    """Measures others' use of the cards that these workers compute on, through nvidia-smi."""
 
     program: str
     cards: tuple[str, ...]
-    """As nvidia-smi names them: numbers, or UUIDs."""
+    """The cards' names for nvidia-smi: numbers, or UUIDs."""
 
     def look(self, now: float, ours: Collection[int]) -> Sample | None:
         """None where it cannot be told."""
@@ -130,8 +130,9 @@ def _is_here(line: str) -> bool:
 
 
 def share_of_cards(seen: str, held: str, ours: Collection[int]) -> float:
-    """Of the card that others use most. `seen`: a line for each card: UUID, % busy, MiB in use; `held`: a line for
-    each process: UUID of the card, process, MiB.
+    """Return the share of the card that others use most. `seen` has a line for each card: UUID, % busy, MiB in use;
+    `held` a line for each process: UUID of the card, process, MiB. `seen`: a line for each card: UUID, % busy, MiB in
+    use; `held`: a line for each process: UUID of the card, process, MiB.
 
     How busy a card is can be told apart by process nowhere, so while ours computes on it, others count by their memory.
     """
@@ -160,7 +161,7 @@ def _number(word: str) -> float:
 
 
 def find_use(count: int, cores: int, environment: Mapping[str, str] = os.environ) -> ProcessorUse | CardUse:
-    """What `count` workers here compute on: cards where there are some, and else the processor."""
+    """Find what `count` workers here compute on: cards where there are some, and else the processor."""
     program = shutil.which("nvidia-smi")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if program is not None and visible != "":
@@ -209,9 +210,9 @@ def family(roots: Collection[int]) -> set[int]:
                 parents.setdefault(int(words[1]), []).append(int(entry.name))
             except (OSError, IndexError, ValueError):
                 continue
-    found, waiting = set(roots), list(roots)
+    pids, waiting = set(roots), list(roots)
     while waiting:
-        new = [pid for pid in parents.get(waiting.pop(), []) if pid not in found]
-        found.update(new)
+        new = [pid for pid in parents.get(waiting.pop(), []) if pid not in pids]
+        pids.update(new)
         waiting += new
-    return found
+    return pids

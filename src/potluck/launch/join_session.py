@@ -1,7 +1,7 @@
-"""Stay: workers of this machine in a run that is led elsewhere. They come, and go when somebody wants the machine.
+"""JoinSession: workers of this machine in a run that is led elsewhere; they go when somebody wants the machine.
 
-While their owner wants it, this process waits without them, and starts them anew afterwards. When the machine is taken
-back, or on Ctrl-C, it ends. What a worker hands over when it goes is its own affair. Imports no torch.
+While their owner wants it, this process waits without them, and starts them again afterwards. When the machine is taken
+back, or on Ctrl-C, it ends. Each worker hands over its own work when it goes. Imports no torch.
 """
 
 import os
@@ -26,17 +26,17 @@ from potluck.waiting import POLL_S
 from potluck.words import say
 
 GRACE_S = 25.0
-"""What is left after SIGTERM where nobody says how much is: less than the 30 s of Kubernetes and of SLURM."""
+"""Seconds left after SIGTERM where nobody says how many: less than the 30 s of Kubernetes and of SLURM."""
 MARGIN_S = 2.0
 """Before the end of a notice: a host that loses a machine without a word waits for it in vain."""
 USUAL_PATIENCE_S = 30.0
-"""Of a host that has not told its own."""
+"""Patience of a host that has not told its own."""
 NOTICE_SIGNAL = getattr(signal, "SIGUSR1", None)
 """With --watch: what `sbatch --signal=USR1@120` sends, to all processes of a job."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class JoinTerms:
     """On which this machine takes part."""
 
     watch: str = "off"
@@ -44,12 +44,12 @@ class Terms:
     yields: bool = False
 
     @classmethod
-    def of(cls, watch: str, hours: str | None, *, yields: bool) -> "Terms":
+    def of(cls, watch: str, hours: str | None, *, yields: bool) -> "JoinTerms":
         return cls(check_watch(watch), Hours.parse(hours) if hours is not None else None, yields)
 
 
-class Stay:
-    def __init__(self, config: WorkersConfig, terms: Terms, control: Control, names: list[str]) -> None:
+class JoinSession:
+    def __init__(self, config: WorkersConfig, terms: JoinTerms, control: Control, names: list[str]) -> None:
         self._config = config
         self._control = control
         self._names = names
@@ -113,19 +113,19 @@ class Stay:
 
     def _await_turn(self) -> bool:
         """Until nothing speaks against working; whether that came."""
-        told: Absence | None = None
+        shown: Absence | None = None
         while (absence := self._absences.look(tuple)) is not None:
-            if told is None or absence.reason != told.reason:  # others' use alone changes every few seconds
+            if shown is None or absence.reason != shown.reason:  # others' use alone changes every few seconds
                 say(absence.sentence)
-            if absence != told:
+            if absence != shown:
                 self._control.tell("paused", absence.sentence)
-                told = absence
+                shown = absence
             if self._end() is not None:
                 say("Ended while it was away.")
                 return False
             time.sleep(POLL_S)
-        self._was_away = self._was_away or told is not None
-        if told is not None:
+        self._was_away = self._was_away or shown is not None
+        if shown is not None:
             say("Back: joining again.")
         self._control.tell("working", "It works.")
         return True
