@@ -39,7 +39,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same kind of container with each of its values changed; anything else as it is."""
+    """Rebuild a container with each of its values changed; anything else stays as it is."""
     match value:
         case Mapping():
             return _rebuilt_mapping(value, change)
@@ -48,11 +48,11 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         case list() | tuple():
             return type(value)(map(change, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = copy.copy(value)
+        copied = copy.copy(value)
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                object.__setattr__(found, field.name, change(getattr(value, field.name)))  # also of a frozen one
-        return found
+                object.__setattr__(copied, field.name, change(getattr(value, field.name)))  # also of a frozen one
+        return copied
     return value
 
 
@@ -63,12 +63,12 @@ def _rebuilt_mapping(value: Mapping[Any, Any], change: Callable[[Any], Any]) -> 
         return changed
     try:
         if isinstance(value, MutableMapping):
-            found: Any = copy.copy(value)
+            copied: Any = copy.copy(value)
             for key, one in changed.items():
-                found[key] = one
+                copied[key] = one
         else:
-            found = type(value)(changed)  # type: ignore[call-arg]
-        return found if list(found) == list(changed) else changed
+            copied = type(value)(changed)  # type: ignore[call-arg]
+        return copied if list(copied) == list(changed) else changed
     except Exception:  # a mapping that cannot be copied or made from a dict
         return changed
 
@@ -85,18 +85,19 @@ def _moved_by_itself(batch: Any, device: torch.device) -> Any:
 
 def rows_of(batch: Any) -> int:
     """How many rows a batch has: the length of the first tensor in it that has one, however deep that is."""
-    found = next(_lengths(batch), None)
-    found = next(_lengths_of_lists(batch), None) if found is None else found
-    if found is None or found < 0:
+    rows = next(_lengths(batch), None)
+    rows = next(_lengths_of_lists(batch), None) if rows is None else rows
+    if rows is None or rows < 0:
         raise ConfigError(
             f"Cannot tell how many rows a batch of type {type(batch).__name__} has. Let the loss function return"
             " (loss, samples), or give samples= to backward()."
         )
-    return found
+    return rows
 
 
 def _lengths(value: Any) -> Iterator[int]:
-    """Of each tensor; -1 for a list of tensors of many lengths, which are rows themselves, or parts of some."""
+    """Yield the length of each tensor; -1 for a list of tensors of many lengths, which are rows themselves, or parts of
+    some."""
     match value:
         case PackedSequence():
             yield int(value.batch_sizes[0])
@@ -112,7 +113,7 @@ def _lengths(value: Any) -> Iterator[int]:
 
 
 def _lengths_of_lists(value: Any) -> Iterator[int]:
-    """Of each list of texts or numbers, such as labels that nobody made a tensor of."""
+    """Yield the length of each list of texts or numbers, such as labels that nobody made a tensor of."""
     if isinstance(value, list | tuple) and value and all(isinstance(one, Plain) for one in value):
         yield len(value)
     else:
@@ -128,7 +129,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """What a container holds; nothing if it is none."""
+    """Yield the values that a container holds; nothing if it is none."""
     match value:
         case str() | bytes() | type():
             return

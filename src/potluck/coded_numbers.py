@@ -28,17 +28,17 @@ Octets = npt.NDArray[np.uint8]
 Wire = Literal["fp32", "bf16", "int8", "int4"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
 AskedWire = Literal["fp32", "bf16", "int8", "int4", "auto"]
-"""What a person may ask for; auto: what the run finds out."""
+"""Wires that a person may ask for; auto: what the run finds out."""
 
 LEAST_SCALE = 2.0**-100
 """A block with a smaller scale is zeros: below 2**-126 numbers lose digits, and some devices drop them."""
 NAN_SCALE = 0x7FC0
 
 LEVEL_BITS = 20
-"""Those of a float32 below its level."""
+"""Bits of a float32 below its level."""
 HALF_LEVEL = 1 << LEVEL_BITS - 1
 LEAST_LEVEL, MOST_LEVEL, NAN_LEVEL = 0x008, 0x7F7, 0x7FC
-"""Of the smallest number that has all its digits, of the largest, and of NaN."""
+"""Levels of the smallest number that has all its digits, of the largest, and of NaN."""
 LEVELS_BELOW, ZERO_CODE = 254, 255
 INFINITE_BITS, SIZE_BITS = 0x7F80_0000, 0x7FFF_FFFF
 
@@ -51,7 +51,7 @@ class Coding:
     block: int
     """Numbers that share a scale; 1: they need none."""
     record_bytes: int
-    """Of one block."""
+    """Bytes of one block."""
     top: int = 0
     """The largest multiple of the scale; 0: there is no scale."""
     has_levels: bool = False
@@ -86,7 +86,7 @@ class Coding:
         return out
 
     def decode(self, coded: Octets, out: Floats) -> Floats:
-        """As many numbers as `out` has, into it."""
+        """Decode as many numbers as `out` has, into it."""
         if self.block == 1:
             np.left_shift(coded.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
             return out
@@ -133,14 +133,14 @@ class Coding:
     def _encode_blocks(self, blocks: Floats, out: Octets) -> None:
         records = out.reshape(len(blocks), self.record_bytes)
         bits = self._scales(blocks)
-        found = self._multiples(blocks, _from_bf16(bits), np.empty_like(blocks))
+        multiples = self._multiples(blocks, _from_bf16(bits), np.empty_like(blocks))
         if (bits == NAN_SCALE).any():
-            np.nan_to_num(found, copy=False, posinf=0.0, neginf=0.0)
+            np.nan_to_num(multiples, copy=False, posinf=0.0, neginf=0.0)
         records[:, :2] = bits.view(np.uint8).reshape(-1, 2)
         if self.top == 127:
-            np.copyto(records[:, 2:].view(np.int8), found, casting="unsafe")
+            np.copyto(records[:, 2:].view(np.int8), multiples, casting="unsafe")
         else:
-            halves = found.astype(np.int8).view(np.uint8).reshape(len(blocks), 2, -1)
+            halves = multiples.astype(np.int8).view(np.uint8).reshape(len(blocks), 2, -1)
             codes = np.left_shift(halves[:, 1], 4)
             np.add(codes, halves[:, 0], out=codes)  # bytes wrap around: the sum of both, each plus 8
             np.add(codes, 8 * 17, out=records[:, 2:])
@@ -168,7 +168,7 @@ class Coding:
 
 @dataclass(frozen=True, slots=True)
 class LevelCoding(Coding):
-    """Of whole numbers alone: no device can round them in its own way."""
+    """Codes non-negative numbers by levels, with whole numbers alone: no device can round them in its own way."""
 
     has_levels: bool = True
 
@@ -197,7 +197,7 @@ class LevelCoding(Coding):
         np.left_shift(levels, LEVEL_BITS, out=blocks.view(np.int32))
 
     def _levels(self, blocks: Floats) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Of each number, 0 where it is none; and of each block's largest."""
+        """Return the level of each number, 0 where it is none; and the level of each block's largest."""
         bits = blocks.view(np.int32)
         levels = np.right_shift(bits + np.int32(HALF_LEVEL), LEVEL_BITS)
         np.clip(levels, LEAST_LEVEL, MOST_LEVEL, out=levels)

@@ -57,7 +57,7 @@ def encode_on_device(coding: Coding, flat: Tensor, coded: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode(coding: Coding, coded: Tensor, out: Tensor) -> Tensor:
-    """As many numbers as `out` has, into it; it is flat."""
+    """Decode as many numbers as `out` has, into it; it is flat."""
     if out.dtype is not torch.float32:
         return out.copy_(decode(coding, coded, torch.empty(len(out), device=out.device)))
     if out.is_cpu and coding.block > 1:
@@ -96,7 +96,7 @@ def round_(coding: Coding, numbers: Tensor) -> Tensor:
 def round_pieces(
     coding: Coding, pieces: Sequence[tuple[int, Tensor]], total: int, maximum: Callable[[Tensor], object]
 ) -> None:
-    """The same of some pieces of `total` numbers, each with where it begins; others hold the rest, and do so too.
+    """Round some pieces of `total` numbers, each with where it begins; other ranks hold the rest, and call this too.
 
     `maximum`: each number becomes the largest of all who do.
     """
@@ -126,7 +126,7 @@ def _in_blocks(coding: Coding, start: int, numbers: Tensor) -> tuple[Tensor, sli
 
 
 def _scales(coding: Coding, largest: Tensor) -> Tensor:
-    """As bf16."""
+    """Return the blocks' scales as bf16."""
     scale = largest * float(coding.inverse_top)
     bits = scale.to(torch.bfloat16)
     bits.masked_fill_(bits < LEAST_SCALE, 0.0)
@@ -146,14 +146,14 @@ def _encode_blocks(coding: Coding, blocks: Tensor, out: Tensor) -> None:
     largest = blocks.amax(dim=1, keepdim=True).maximum(blocks.amin(dim=1, keepdim=True).neg_())
     bits = _scales(coding, largest)
     wide = bits.float()
-    found = (blocks * _inverse(wide)).round_()
-    if found.is_cuda or not math.isfinite(wide.sum()):  # elsewhere a look costs less than the work
-        found.nan_to_num_(0.0, 0.0, 0.0)
+    multiples = (blocks * _inverse(wide)).round_()
+    if multiples.is_cuda or not math.isfinite(wide.sum()):  # elsewhere a look costs less than the work
+        multiples.nan_to_num_(0.0, 0.0, 0.0)
     records[:, :2] = bits.view(torch.uint8)
     if coding.top == 127:
-        records[:, 2:].view(torch.int8).copy_(found)
+        records[:, 2:].view(torch.int8).copy_(multiples)
     else:
-        low, high = torch.split(found.to(torch.int8).view(torch.uint8), coding.block // 2, dim=1)
+        low, high = torch.split(multiples.to(torch.int8).view(torch.uint8), coding.block // 2, dim=1)
         records[:, 2:] = torch.add(low, high, alpha=16).add_(8 * 17)  # bytes wrap around: each plus 8
 
 

@@ -1,4 +1,5 @@
-"""What a run is made of, from what was asked for; or why that cannot be, as a sentence. Pure: knows no torch.
+"""Composes a run from the answers that it is given; or says why that cannot be, as a sentence. Pure: knows no torch.
+Pure: knows no torch.
 
 Three answers are independent of each other: where one replica's bytes live (strategy, stages), when replicas agree
 (policy), and over what they talk (a group, a store, a host). This is the only place that looks at more than one of
@@ -17,18 +18,19 @@ from potluck.stages.protocol import DataStore, Stages
 from potluck.words import plural
 
 MOST_RANKS = 30
-"""Of one worker of a host: each writes two files of a state that travels, the first three more, and 64 are taken."""
+"""The most ranks of one worker of a host: each writes two files of a state that travels, the first three more, and 64
+are taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What was asked for, and where."""
+    """The answers that a run is made from, and where it runs."""
 
     policy: ApplyPolicy = Sync()
     strategy: ShardingStrategy = NoShard()
     stages: Stages | None = None
     wire: AskedWire = "fp32"
-    """In which form replicas send each other their numbers."""
+    """Form in which replicas send each other their numbers."""
     world: int = 1
     """Workers of the run. Under a host that is not known: then the ranks of this worker, one machine's."""
     has_host: bool = False
@@ -38,7 +40,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composition:
-    """What is built. `replicas * stages * ranks_per_stage` is the number of workers."""
+    """The parts that are built. `replicas * stages * ranks_per_stage` is the number of workers."""
 
     window: Windowed | None
     """Replicas step by themselves, and agree once a window by this policy; none: all workers take each step as one."""
@@ -59,7 +61,7 @@ class Composition:
     is_measured: bool = False
     """Whether those parts follow measured speeds."""
     wire: Wire = "fp32"
-    """In which form what replicas agree on travels: gradients, or what a window changed."""
+    """Form in which what replicas agree on travels: gradients, or what a window changed."""
     wire_is_measured: bool = False
     """Whether `wire` is only how the run begins."""
 
@@ -94,15 +96,15 @@ def compose(wanted: Wanted) -> Composition:
     if wanted.wire not in get_args(AskedWire):
         raise ConfigError(f"wire must be one of {', '.join(get_args(AskedWire))}, not {wanted.wire!r}.")
     if wanted.has_host:
-        found = _under_host(wanted)
+        composed = _under_host(wanted)
     else:
-        found = _in_stages(wanted, wanted.stages) if wanted.stages is not None else _over_group(wanted)
+        composed = _in_stages(wanted, wanted.stages) if wanted.stages is not None else _over_group(wanted)
     if wanted.wire != "auto":
-        return replace(found, wire=wanted.wire)
-    is_measured = found.window is None and not wanted.has_host and not _meets_in_store(wanted)
+        return replace(composed, wire=wanted.wire)
+    is_measured = composed.window is None and not wanted.has_host and not _meets_in_store(wanted)
     is_alone = wanted.world == 1 and not wanted.has_host
     return replace(
-        found, wire="fp32" if is_measured or is_alone else "int4", wire_is_measured=is_measured and not is_alone
+        composed, wire="fp32" if is_measured or is_alone else "int4", wire_is_measured=is_measured and not is_alone
     )
 
 
@@ -113,7 +115,7 @@ def _meets_in_store(wanted: Wanted) -> bool:
 def check_data(
     wanted: Wanted, *, has_data: bool, has_loss: bool, micro_size: int | None, slices: int | None
 ) -> int | None:
-    """What prepare() was given: refuses what cannot be. How many rows go through the model at once."""
+    """Refuse what prepare() cannot train on. Returns how many rows go through the model at once."""
     policy, stages = wanted.policy, wanted.stages
     if stages is not None:
         return _check_data_of_stages(stages, has_all=has_data and has_loss, micro_size=micro_size)
@@ -342,7 +344,7 @@ def _is_measured(policy: Sync) -> bool:
 
 
 def _weights_of_stages(strategy: ShardingStrategy, world: int, workers: int) -> tuple[tuple[float, ...], ...]:
-    """Of all who hold each stage, in the order of their ranks."""
+    """List the weights of all who hold each stage, in the order of their ranks."""
     if not isinstance(strategy, FullShard | ShardGradOp) or not strategy.weights or strategy.weights == "memory":
         return ()
     if len(strategy.weights) != world:
@@ -350,9 +352,9 @@ def _weights_of_stages(strategy: ShardingStrategy, world: int, workers: int) -> 
             f"strategy.weights has {plural(len(strategy.weights), 'number')}, and the run"
             f" {plural(world, 'worker')}. Give each worker its own, also where they hold different stages."
         )
-    given = [tuple(map(float, strategy.weights[stage::workers])) for stage in range(workers)]
-    if empty := [str(stage) for stage, weights in enumerate(given) if not sum(weights)]:
+    weights_of_stages = [tuple(map(float, strategy.weights[stage::workers])) for stage in range(workers)]
+    if empty := [str(stage) for stage, weights in enumerate(weights_of_stages) if not sum(weights)]:
         raise ConfigError(
             f"strategy.weights is 0 for every worker that holds stage {empty[0]}. Give one of them a part."
         )
-    return tuple(given)
+    return tuple(weights_of_stages)

@@ -47,17 +47,17 @@ def seed_gpus(seed: int) -> None:
 
 
 def random_states() -> dict[str, Tensor]:
-    """Of the generators of GPUs."""
-    found = {}
+    """Return the states of the GPUs' random generators."""
+    states = {}
     if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state()
+        states["cuda"] = torch.cuda.get_rng_state()
     if torch.backends.mps.is_available():
-        found["mps"] = torch.mps.get_rng_state()
-    return found
+        states["mps"] = torch.mps.get_rng_state()
+    return states
 
 
 def set_random_states(states: dict[str, Tensor]) -> None:
-    """Those of kinds that are not here are left."""
+    """Restore the states of generators; those of kinds that are not here are left."""
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     if "mps" in states and torch.backends.mps.is_available():
@@ -65,7 +65,7 @@ def set_random_states(states: dict[str, Tensor]) -> None:
 
 
 def build_of_torch() -> str:
-    """What it was built for."""
+    """Say what torch was built for."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
     if torch.version.cuda:
@@ -85,12 +85,12 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
 
 def gpus() -> dict[torch.device, str]:
     """Every GPU that torch can use here, and what it is called."""
-    found = {}
+    names = {}
     if torch.cuda.is_available():
-        found = {torch.device("cuda", i): torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+        names = {torch.device("cuda", i): torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     if torch.backends.mps.is_available():
-        found[torch.device("mps")] = "Apple GPU (MPS)"
-    return found
+        names[torch.device("mps")] = "Apple GPU (MPS)"
+    return names
 
 
 def name_of(device: torch.device) -> str:

@@ -110,11 +110,11 @@ def look_at_torch(findings: Findings) -> None:
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if release < (2, 11):
         findings.wrong.append(f"torch is {torch.__version__}, and Potluck needs 2.11: pip install 'torch>=2.11'.")
-    for index, (device, name) in enumerate(found := gpus().items()):
+    for index, (device, name) in enumerate(gpus_here := gpus().items()):
         memory = memory_of(device)
         assert memory is not None
         findings.brings[f"GPU {index}"] = f"{name}, {size(memory[0])} free of {size(memory[1])}"
-    if not found:
+    if not gpus_here:
         findings.brings["GPU"] = "none that torch can use"
         if shutil.which("nvidia-smi") and not torch.version.cuda:
             findings.wrong.append(

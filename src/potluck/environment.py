@@ -1,4 +1,4 @@
-"""What the environment tells a process of its parent, and what this machine has."""
+"""Environment variables by which a parent tells its processes something, and the memory and cores of this machine."""
 
 import os
 from contextlib import suppress
@@ -38,7 +38,8 @@ QUIET = "POTLUCK_QUIET"
 
 
 def why_leaving(otherwise: str) -> str:
-    """What a host is told by a worker that leaves, as its parent says. `otherwise`: where that says nothing."""
+    """Return the reason that a worker gives its host when it leaves, as its parent says. `otherwise`: where that says
+    nothing."""
     with suppress(OSError, KeyError, UnicodeDecodeError):
         if said := Path(os.environ[LEAVING]).read_text(encoding="utf-8"):
             return said
@@ -54,13 +55,14 @@ def machine_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """What can be had now without anybody being ended for it; where the system does not say so, all that it has."""
+    """Return the memory that can be had now without anybody being ended for it; where the system does not say, all that
+    it has."""
     found = read_bytes("/proc/meminfo", "MemAvailable")
     return machine_bytes() if found is None else found
 
 
 def read_bytes(file: str, name: str) -> int | None:
-    """Of the system's line such as `VmData:  1234 kB`, in bytes; none where there is no such line."""
+    """Read the system's line such as `VmData: 1234 kB`, in bytes; None where there is no such line."""
     with suppress(OSError):
         for line in Path(file).read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name}:"):
@@ -69,7 +71,7 @@ def read_bytes(file: str, name: str) -> int | None:
 
 
 def usable_cores() -> int:
-    """Those that this process may run on, which may be fewer than the machine has."""
+    """Count the cores that this process may run on, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -126,14 +126,14 @@ class Outlet:
         return is_drained
 
     def _run(self) -> None:
-        told = 0
-        while (found := self._next()) is not None:
+        left_out_before = 0
+        while (taken := self._next()) is not None:
             try:
-                if (left_out := self._queue.left_out) > told:
-                    told, missing = left_out, left_out - told
+                if (left_out := self._queue.left_out) > left_out_before:
+                    left_out_before, missing = left_out, left_out - left_out_before
                     why = f"{self.name} stood still, and {plural(missing, 'event')} before this one were left out."
-                    self._listener(Noticed(sentence=why), found[0])
-                at, item = found
+                    self._listener(Noticed(sentence=why), taken[0])
+                at, item = taken
                 if isinstance(item, Event):
                     self._listener(item, at)
                 else:

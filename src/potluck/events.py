@@ -1,4 +1,4 @@
-"""What happened in a run, as records. The terminal, the log, the pictures and TensorBoard all read these.
+"""Events: records of what happened in a run. The terminal, the log, the pictures and TensorBoard all read these.
 
 Knows nothing of who listens, nor of torch.
 """
@@ -35,33 +35,33 @@ class RunStarted(Event):
     """A run begins, or resumes."""
 
     name: str
-    """Of the run."""
+    """Name of the run."""
     folder: str
     """Where the run is kept."""
     workers: int
     """How many take part when it begins."""
     device: str
-    """What the worker that tells this computes on."""
+    """Device of the worker that tells this."""
     parameters: int
     """How many numbers are trained."""
     unit: str
-    """What a sample is counted in: rows or tokens."""
+    """Unit in which samples are counted: rows or tokens."""
     batch_size: int
     """Rows of one step, over all workers."""
     steps_total: int
-    """0 where nobody has said how long the run is."""
+    """Steps of the whole run; 0 where nobody has said how long it is."""
     from_step: int
-    """Where a resumed run continues; 0 for a new one."""
+    """Step from which a resumed run continues; 0 for a new one."""
     layout: str = ""
-    """Which layers each stage of a model has that is cut, and in what order they work: lines to be shown."""
+    """Lines that show, for a model that is cut, which layers each stage has and in what order the stages work."""
     strategy: str = ""
-    """What of a replica is split over its ranks: no_shard, shard_grad_op, full_shard, hybrid_shard; empty: not told."""
+    """How a replica is split over its ranks: no_shard, shard_grad_op, full_shard, hybrid_shard; empty: not told."""
     policy: str = ""
     """When replicas agree: sync, cadence, async or auto; empty: not told."""
     wire: str = ""
-    """In which form replicas send each other their numbers: fp32, bf16, int8, int4 or auto; empty: not told."""
+    """Form in which replicas send each other their numbers: fp32, bf16, int8, int4 or auto; empty: not told."""
     device_name: str = ""
-    """What the device of the first worker is called, such as NVIDIA H200; empty: not told."""
+    """Name of the first worker's device, such as NVIDIA H200; empty: not told."""
     flops_per_sample: float = 0.0
     """Floating-point operations that a sample costs, forward and backward; 0: not known."""
 
@@ -71,17 +71,17 @@ class WorkerStep:
     """One worker's part of one step."""
 
     rank: int
-    """Which worker, from 0; of a host's, its number."""
+    """Number of the worker, from 0; under a host, its id."""
     rows: int
-    """That it computed."""
+    """Rows that it computed."""
     samples: float
-    """That it counted in them, in the run's unit."""
+    """Samples that it counted in them, in the run's unit."""
     busy_s: float
-    """Computing: data, forward and backward, and the optimizer of the step before."""
+    """Seconds of computing: data, forward and backward, and the optimizer of the step before."""
     wait_s: float
-    """Waiting for the others' gradients after its own were done."""
+    """Seconds of waiting for the others' gradients after its own were done."""
     name: str = ""
-    """Of a worker that joined a host, or of a stage."""
+    """Name of a worker that joined a host, or of a stage."""
     send_s: float = 0.0
     """Seconds spent sending to other stages."""
 
@@ -96,15 +96,15 @@ class StepDone(Event):
     rows_seen: int
     """Rows of all epochs so far."""
     samples: float
-    """What this step's mean was over, in the run's unit."""
+    """Samples that this step's mean was over, in the run's unit."""
     loss: float
     """The mean over its samples, but for those of plain peers that send parts, which report none."""
     lr: float
     """The learning rate of the first group of the optimizer."""
     grad_norm: float
-    """Of the whole gradient, before clipping."""
+    """Norm of the whole gradient, before clipping."""
     seconds: float
-    """Since the step before."""
+    """Seconds since the step before."""
     workers: tuple[WorkerStep, ...]
     """Each worker's part."""
 
@@ -117,7 +117,7 @@ class Decided(Event):
     rows: tuple[int, ...]
     """Each worker's part of the next step, or of the window until the next agreement."""
     reason: str
-    """As a sentence."""
+    """The reason, as a sentence."""
     version: int = 0
     """Agreements so far, where workers step by themselves."""
     anchor: int = 1
@@ -132,15 +132,15 @@ class StepSkipped(Event):
     step: int
     """Steps of the run so far."""
     loss: float
-    """Which may be not finite."""
+    """Loss of the step, which may be not finite."""
     in_a_row: int
     """Skipped steps since the last that was applied; 0 where a host tells it."""
     reason: str
-    """As a sentence without its end."""
+    """The reason, as a sentence without its end."""
 
 
 LOSS = "loss"
-"""Of figures by name, the one that is the loss: the lower the better."""
+"""Name of the figure that is the loss: the lower the better."""
 
 
 def loss_among(figures: float | dict[str, float]) -> float | None:
@@ -175,7 +175,7 @@ class EpochDone(Event):
     total: int
     """Samples that the epoch has."""
     same_weights: bool
-    """Of those workers that were compared."""
+    """Whether the workers that were compared have the same weights."""
     sentence: str
     """The proof, for a person."""
     not_compared: tuple[str, ...] = ()
@@ -187,22 +187,22 @@ class CheckpointSaved(Event):
     """A checkpoint is whole on the disk."""
 
     step: int
-    """Of which it is."""
+    """Step of which it is."""
     folder: str
     """Where it is."""
     stall_s: float
     """How long training stood still for it: the copy to host memory."""
     bytes: int
-    """That it takes on the disk."""
+    """Bytes that it takes on the disk."""
 
 
 class CheckpointFailed(Event):
     """The host could not write a checkpoint. Training continues, and the host tries again."""
 
     step: int
-    """Of which it would have been."""
+    """Step of which it would have been."""
     reason: str
-    """As a sentence."""
+    """The reason, as a sentence."""
 
 
 class CheckpointPassedOver(Event):
@@ -211,14 +211,14 @@ class CheckpointPassedOver(Event):
     folder: str
     """Where it is."""
     reason: str
-    """As a sentence."""
+    """The reason, as a sentence."""
 
 
 class Noticed(Event):
     """Something that is allowed, and that a person may not have meant; it is also said in the terminal."""
 
     sentence: str
-    """What was said."""
+    """The sentence that was said."""
 
 
 class WorkerCame(Event):
@@ -227,9 +227,9 @@ class WorkerCame(Event):
     worker: int
     """Its number among all that ever came."""
     name: str
-    """As it calls itself."""
+    """Name that it gives itself."""
     kind: str
-    """What it computes with."""
+    """Device that it computes with."""
     step: int
     """Steps of the run so far."""
     workers: int
@@ -242,9 +242,9 @@ class WorkerWent(Event):
     worker: int
     """Its number among all that ever came."""
     name: str
-    """As it calls itself."""
+    """Name that it gives itself."""
     reason: str
-    """As a sentence."""
+    """The reason, as a sentence."""
     polite: bool
     """It said so before it went, and nothing was computed again."""
     workers: int
@@ -270,7 +270,7 @@ class WentBack(Event):
     from_step: int
     """The last that was done."""
     step: int
-    """Of the checkpoint; 0: there is none."""
+    """Step of the checkpoint; 0: there is none."""
 
 
 class Stalled(Event):
@@ -279,24 +279,24 @@ class Stalled(Event):
     worker: int
     """Its number among all that ever came."""
     name: str
-    """As it calls itself."""
+    """Name that it gives itself."""
     doing: str
-    """What it was doing when it was last heard."""
+    """Phase that it was in when it was last heard."""
     seconds: float
-    """Since then."""
+    """Seconds since then."""
     then: str = ""
-    """What is done about it."""
+    """Action that the host takes."""
 
 
 class Sampled(Event):
-    """What the model writes now, from a fixed beginning: shown beside its loss."""
+    """A text that the model writes from a fixed beginning: shown beside its loss."""
 
     step: int
-    """After which it wrote this."""
+    """Step after which it wrote this."""
     prompt: str
-    """What it was given to continue."""
+    """Text that it was given to continue."""
     text: str
-    """What it wrote after that."""
+    """Text that it wrote after that."""
 
 
 class Ordered(Event):
@@ -309,7 +309,7 @@ class Ordered(Event):
     done: bool
     """Whether it was carried out."""
     sentence: str
-    """What came of it."""
+    """The result, as a sentence."""
     worker: int | None = None
     """The id of the worker that it was about; None: all of them."""
 
@@ -326,9 +326,9 @@ class RunEnded(Event):
     seconds: float
     """Since it began, or resumed."""
     loss: float | None
-    """Of the last step; None: there was none."""
+    """Loss of the last step; None: there was none."""
     validation_loss: float | None
-    """Of the last validation; None: there was none."""
+    """Loss of the last validation; None: there was none."""
     skipped: int
     """Steps that were skipped."""
 
@@ -454,7 +454,8 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_records(lines: Iterable[str], source: str) -> Iterator[dict[str, Any]]:
-    """Those of a newer schema are passed over too, which is said: what they hold may mean something else here."""
+    """Read the events in these lines. Those of a newer schema are passed over, which is said: what they hold may mean
+    something else here."""
     is_said = False
     for line in lines:
         try:

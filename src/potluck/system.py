@@ -1,4 +1,4 @@
-"""What not every operating system has: locks on files, process groups, scattered sends. Imports no torch."""
+"""Wraps what not every operating system has: locks on files, process groups, scattered sends. Imports no torch."""
 
 import os
 import select
@@ -65,7 +65,8 @@ def own_memory_limit() -> int | None:
 
 
 def sync(path: Path) -> None:
-    """What is in this file or folder outlives a power cut. A folder that cannot be opened is the system's affair."""
+    """Make what is in this file or folder outlive a power cut. A folder that cannot be opened is the system's
+    affair."""
     if not HAS_GROUPS and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDONLY if HAS_GROUPS else os.O_RDWR)
@@ -100,7 +101,7 @@ def start_apart(inherited: int) -> dict[str, Any]:
 
 
 def heard_by(inherited: int) -> str:
-    """Which open file of such a process says that we have ended."""
+    """Return the number of the open file by which such a process hears that we have ended."""
     return str(inherited if HAS_GROUPS else 0)
 
 

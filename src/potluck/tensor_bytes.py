@@ -14,7 +14,7 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def buffer(tensor: Tensor) -> memoryview:
-    """The same of a tensor in host memory."""
+    """Return the bytes of a tensor in host memory, without a copy where its numbers lie one after another."""
     return raw(tensor).numpy().data
 
 

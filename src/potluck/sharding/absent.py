@@ -163,10 +163,10 @@ def outside(parameter: Tensor) -> str:
 
 
 def own_state(model: nn.Module, *, keep_vars: bool = False) -> dict[str, Tensor]:
-    """What the model's class gives as its state_dict: a model that is split has another of its own, for a person."""
-    found: dict[str, Tensor] = type(model).state_dict(model, keep_vars=True)
+    """Return the state_dict of the model's class: a model that is split has another of its own, for a person."""
+    tensors: dict[str, Tensor] = type(model).state_dict(model, keep_vars=True)
     if keep_vars:
-        return found
+        return tensors
     # One that is split gives shape and type alone: its numbers are in the runs of the ranks that own them.
-    kept = {name for name, each in found.items() if isinstance(each, AbsentParameter) or not isinstance(each, Tensor)}
-    return {name: each if name in kept else each.detach() for name, each in found.items()}
+    kept = {name for name, each in tensors.items() if isinstance(each, AbsentParameter) or not isinstance(each, Tensor)}
+    return {name: each if name in kept else each.detach() for name, each in tensors.items()}

@@ -1,4 +1,4 @@
-"""What a worker holds of a model that is cut into stages: its parameters under the whole model's names.
+"""CutModel: the part of a model cut into stages that a worker holds, with parameters under the whole model's names.
 
 Saving and loading see it as one of those who hold a model that is split (parts.py), so a checkpoint is the whole
 model's, and loads with another cut, or none.
@@ -83,7 +83,7 @@ def free_params_outside(model: nn.Module, own: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CutModel:
-    """What a worker holds of a model that is cut into stages."""
+    """The part that a worker holds of a model that is cut into stages."""
 
     plan: Plan
     stages: list[CutStage]
@@ -138,7 +138,7 @@ class StageModules(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Which of the ranks that write the model this one is."""
+    """The place of this rank among those that write the model."""
 
     rank: int
     world: int
@@ -199,7 +199,8 @@ class StageShard(Sharded):
             self._having.setdefault(run.span.name, []).append(run)
 
     def _found(self) -> Iterator[tuple[FlatRun, bool]]:
-        """What is here, and whether it is this rank's to write: what is not split, each rank of the stage has."""
+        """Yield the runs that are here, and whether each is this rank's to write: what is not split, each rank of the
+        stage has."""
         inner = self._inner
         if inner is not None:
             yield from ((run, True) for run in (*inner.runs, *inner.rest))
@@ -252,13 +253,13 @@ class StageShard(Sharded):
         return self._inner is None or self._inner.cuts_alike
 
     def _pieces_of(self, name: str) -> list[tuple[Span, Tensor]]:
-        found = []
+        pieces = []
         for run in self._having.get(name, ()):
             if run.parameter.grad is None:
                 run.parameter.grad = torch.zeros_like(run.parameter)
             run.parameter.grad = run.parameter.grad.contiguous()  # of a model in channels_last it is not
-            found.append((run.span, run.parameter.grad.view(-1)))
-        return found
+            pieces.append((run.span, run.parameter.grad.view(-1)))
+        return pieces
 
     def tied(self) -> dict[str, str]:
         return self._tied

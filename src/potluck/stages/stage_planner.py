@@ -50,14 +50,14 @@ class StagePlanner:
         for_s = 0.0 if self.stages.cuts or self.places.workers == 1 else MEASURE_S
         profile = measure(model, loss, self._sample(dataset, collate), self.device, at_least_s=for_s)
         seconds = sum(layer.seconds for layer in profile.layers)
-        told = link.gather_rows([seconds, self._free_bytes()])
-        mine: dict[str, str] = {}
+        reports = link.gather_rows([seconds, self._free_bytes()])
+        answer_of_first: dict[str, str] = {}
         if link.rank == 0:
             try:
-                mine = {"plan": self._plan(profile, told).to_json()}
+                answer_of_first = {"plan": self._plan(profile, reports).to_json()}
             except ConfigError as error:
-                mine = {"refusal": str(error)}
-        answer = json.loads(link.gather_bytes(json.dumps(mine).encode())[0])
+                answer_of_first = {"refusal": str(error)}
+        answer = json.loads(link.gather_bytes(json.dumps(answer_of_first).encode())[0])
         if "refusal" in answer:
             raise ConfigError(answer["refusal"])
         return Plan.from_json(answer["plan"])
@@ -68,11 +68,11 @@ class StagePlanner:
         order = draw(plan_orders(schedule, workers, micros), len(plan.stages))
         if max(map(len, order.splitlines())) > WIDTH:
             order = ""
-        told = f"{schedule}, {plural(micros, 'micro-batch')}"
+        summary = f"{schedule}, {plural(micros, 'micro-batch')}"
         if schedule in ("1f1b", "gpipe"):
             idle = expected_idle_share(workers, micros)
-            told += f": stages wait at least {idle:.0%} of the time, if they are equal"
-        return "\n".join(filter(None, (str(plan), told, order)))
+            summary += f": stages wait at least {idle:.0%} of the time, if they are equal"
+        return "\n".join(filter(None, (str(plan), summary, order)))
 
     def _plan(self, profile: Profile, told: list[list[float]]) -> Plan:
         """`told`: of each rank, the seconds that the whole model takes it, and its free memory."""
@@ -96,7 +96,7 @@ class StagePlanner:
         return balance(profile, devices, micro_batches=self.micros, rows=self.rows)
 
     def _free_bytes(self) -> float:
-        """What this worker may fill: of a CPU's memory, its part of what the workers of this machine share."""
+        """Return the memory that this worker may fill: on a CPU, its part of what the workers of this machine share."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device.type == "cpu" else 1
         return free_bytes(self.device) / max(1, here)
 

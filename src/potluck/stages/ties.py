@@ -20,24 +20,25 @@ class Ties:
         self.is_first_of: dict[str, bool] = {}
         """By name: whether this worker saves it and counts it, or another that has it too."""
         self._holders: dict[str, list[int]] = {}
-        """Of each that is tied and trained: who has it, by place."""
+        """Places of the stages that hold each tied and trained parameter."""
         names = [name for name, _ in state_held_by(own)]
         trained = {name for name, parameter in own.named_parameters() if parameter.requires_grad}
-        mine = json.dumps([names, sorted(trained)]).encode()
-        every = [json.loads(data) for data in places.stage_group.gather_bytes(mine)]
-        told = [set(theirs) for theirs, _ in every]
-        counts = Counter(name for _, theirs in every for name in theirs)
+        own_names = json.dumps([names, sorted(trained)]).encode()
+        every = [json.loads(data) for data in places.stage_group.gather_bytes(own_names)]
+        names_of_stages = [set(held) for held, _ in every]
+        counts = Counter(name for _, held in every for name in held)
         self.shared = sorted(name for name, count in counts.items() if count > 1)
-        """What any two stages train, the same list on each of them."""
+        """Parameters that any two stages train, the same list on each of them."""
         for name in names:
-            holders = [place for place, theirs in enumerate(told) if name in theirs]
+            holders = [place for place, held in enumerate(names_of_stages) if name in held]
             self.is_first_of[name] = holders[0] == self._place
             if len(holders) > 1 and name in trained:
                 self._holders[name] = holders
 
     @property
     def names(self) -> frozenset[str]:
-        """Of those that are tied and trained. Where one stage has used one in a step, all of them step it."""
+        """Names of the parameters that are tied and trained. Where one stage has used one in a step, all of them step
+        it."""
         return frozenset(self._holders)
 
     def add_up(self, part: StageShard, channel: Channel, step: int) -> None:
