@@ -138,7 +138,7 @@ def _learn_ours(seat: Seat, lesson: Lesson, contender: str, every_rows: int) -> 
     model, optimizer = lesson.build()
     batch_size = lesson.config.batch.size
     model, _, loader = fleet.prepare(model, optimizer, training, batch_size=batch_size, seed=lesson.seed)  # type: ignore[assignment]
-    fleet.lr_factor, fleet.run.caller.rows_limit = lesson.lr_factor, lesson.rows
+    fleet.lr_factor, fleet.loop.rows_limit = lesson.lr_factor, lesson.rows
     windows = 0
 
     def after_step() -> None:

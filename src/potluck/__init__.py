@@ -7,8 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from potluck import errors, events
     from potluck.agree.elche import ElChe
     from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Sync
+    from potluck.data.loader import Loader
+    from potluck.data.plan import BatchConfig
     from potluck.engine.engine import Engine
     from potluck.engine.start import init
     from potluck.engine.switches import StepConfig
@@ -28,6 +31,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "agree.elche": ("ElChe",),
     "agree.policy": ("ApplyPolicy", "Async", "Auto", "Cadence", "Sync"),
+    "data.loader": ("Loader",),
+    "data.plan": ("BatchConfig",),
     "engine.engine": ("Engine",),
     "engine.start": ("init",),
     "engine.switches": ("StepConfig",),
@@ -48,6 +53,7 @@ __all__ = [
     "ApplyPolicy",
     "Async",
     "Auto",
+    "BatchConfig",
     "Cadence",
     "CheckpointConfig",
     "CommunicationProtocol",
@@ -59,6 +65,7 @@ __all__ = [
     "FullShard",
     "HybridShard",
     "JointOptimizer",
+    "Loader",
     "NoShard",
     "OptimizerShard",
     "Pipeline",
@@ -71,6 +78,8 @@ __all__ = [
     "StepConfig",
     "Sync",
     "Trainer",
+    "errors",
+    "events",
     "from_json",
     "init",
     "shard",
@@ -86,6 +95,8 @@ def __getattr__(name: str) -> Any:
         from potluck.errors import ConfigError
 
         raise ConfigError(OUTER)
+    if name in ("errors", "events"):
+        return import_module(f"potluck.{name}")
     if name not in _MODULES:
         raise AttributeError(f"potluck has no public name {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"potluck.{_MODULES[name]}"), name)

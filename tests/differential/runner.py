@@ -167,7 +167,7 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
         if case.data in ("", "stream"):
             options |= {"batch_size": case.batch}
         model, optimizer, loader = fleet.prepare(model, optimizer, given_data(case, data), seed=case.seed, **options)
-        fleet.run.caller.rows_limit = case.epochs * loader.rows if leg.until is None else None
+        fleet.loop.rows_limit = case.epochs * loader.rows if leg.until is None else None
         delay.rank = fleet.link.rank
         loop.after_prepare(model, lambda: other_model(case.model, dtype, case.seed))
         if "ema" in case.habits:  # as Trainer has it

@@ -73,7 +73,7 @@ def train(door: str, strategy: Any = NoShard(), options: dict[str, Any] | None =
     settings: dict[str, Any] = {"policy": STILL} | (options or {})
     with potluck.init(strategy=strategy, step=FP16, **settings) as fleet:
         model, optimizer = make()
-        fleet.run.caller.samples_per_row = 4.0
+        fleet.loop.samples_per_row = 4.0
         model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
         fleet.events.listeners.append(lambda e: skipped.append(e.in_a_row) if isinstance(e, StepSkipped) else None)
         fleet.after_agreement.append(lambda: scales.append(fleet.run.scale.value))

@@ -200,7 +200,7 @@ def test_only_the_checkpoint_of_the_best_step_is_marked_as_the_best(tmp_path: Pa
         fleet.backward(F.mse_loss(model(x), y), samples=len(x))
         fleet.step()
         if fleet.step_number == 2:
-            fleet.run.caller.best = (2, 0.25)
+            fleet.loop.best = (2, 0.25)
         fleet.save(tmp_path, keep_last=1)
     fleet.wait_for_saves()
     kept = checkpoint_folder.found(tmp_path)

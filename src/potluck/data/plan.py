@@ -11,6 +11,8 @@ from potluck.words import check_at_most
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
+    """How large batches are, and how each is cut."""
+
     size: int = 32
     """Rows per step, over all workers together."""
     micro_size: int | None = None

@@ -16,13 +16,17 @@ It is made of a run's state and three parts, none of which knows which kind the 
 through this worker's replica, rounds how replicas agree, and the keeper who keeps the run. parts.py puts them together.
 """
 
+import atexit
+import json
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +55,17 @@ from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
-from potluck.errors import ConfigError
+from potluck.engine.weight_average import WeightAverage
+from potluck.errors import ConfigError, Interrupted
 from potluck.events import StepDone, StepSkipped
 from potluck.link.link import Alone, Link
 from potluck.save.run_folder import make_run_folder
+from potluck.sharding.runs import sees_nothing
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
-from potluck.trackers.known import check_names
-from potluck.trackers.reporter import Tracking
+
+if TYPE_CHECKING:
+    from potluck.trackers.reporter import Tracking
 
 Models = TypeVar("Models")
 Optimizers = TypeVar("Optimizers")
@@ -96,6 +103,7 @@ class Engine(Handle):
         self._gathered_rows: int | None = None
         """How many rows this worker gave to all_gather() in the step under way."""
         self._tracking: Tracking | None = None
+        self.before_step = []
 
     @overload
     def prepare(self, model: Models, optimizer: Optimizers, *, scheduler: Any = None) -> tuple[Models, Optimizers]: ...
@@ -193,12 +201,17 @@ class Engine(Handle):
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         replica = run.replica = make_replica(run, self.rounds.nodes, model, optimizer, source, loss)
         replica.on_own_step = self.step
+        optimizer.register_step_pre_hook(sees_nothing(lambda *told: self._call_before_step()))
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self._weights_for_looking = self.lifecycle.looking = LookingWeights(replica)
         self.rounds.begin(replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
         return replica
+
+    def _call_before_step(self) -> None:
+        for call in self.before_step:
+            call()
 
     def _schedule_by(self, scheduled: Scheduled | None) -> None:
         run = self.run
@@ -276,7 +289,7 @@ class Engine(Handle):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"epochs() takes how many the run has, a whole number of at least 1, not {count!r}.")
         run.caller.rows_limit = count * run.loader.rows
-        run.caller.told |= {"steps_total": count * run.loader.steps_of_epoch * run.turns.count}
+        run.caller.about |= {"steps_total": count * run.loader.steps_of_epoch * run.turns.count}
         return self._care_for(count, Path(folder) if folder is not None else None)
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
@@ -293,6 +306,8 @@ class Engine(Handle):
         assert loader is not None
         run.caller.counts_epochs = True
         self.lifecycle.begin_run(count)
+        if not run.tally.samples:
+            run.tally.started = time.perf_counter()  # what came before the loop is no part of its first step
         while True:
             if loader.position.row >= loader.rows:
                 loader.end_epoch()
@@ -450,15 +465,48 @@ class Engine(Handle):
         Call it on every worker: rank 0 alone reports, and under a host nobody here does, since the host can (`potluck
         host --track`). `folder`: where a restart finds by which id each tracker knows the run.
         """
+        from potluck.trackers.known import check_names
+        from potluck.trackers.reporter import Tracking
+
         check_names(trackers)
         if self.lifecycle.keeps_folder and self._tracking is None:
             make_run_folder(Path(folder))
             self._tracking = Tracking(trackers, Path(folder), self.run.notice)
             self.events.listeners.append(self._tracking)
 
+    def barrier(self) -> None:
+        """Waits until every worker is here. Under a host, where workers come and go, it does not wait."""
+        self.broadcast(None)
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Worker `src`'s value on every worker, of what JSON can hold. Under a host each worker keeps its own."""
+        if self.is_led:
+            return value
+        with self.run.link.within("fleet.broadcast()", self.run.step_number):
+            return json.loads(self.run.link.gather_bytes(json.dumps(value).encode())[src])
+
+    def average_weights(self, decay: float) -> WeightAverage:
+        """Keeps an exponential moving average of the weights, of which `decay` stays at each step, such as 0.999.
+
+        Call it once after prepare(), on every worker. evaluate() uses it from then on, checkpoints hold it, and
+        `with average.applied():` puts it in the weights' place.
+        """
+        return WeightAverage(self.run, decay, self.lifecycle.as_agreed)
+
     def request_stop(self) -> None:
         """Asks all workers to stop together after the step in which they hear of it."""
         self.lifecycle.request_stop()
+
+    def end(self) -> None:
+        """Ends the run for all workers after the step that is done, also if rows are left: call it on every worker
+        alike, in after_step or after_agreement."""
+        if not self.run.is_at_the_end:
+            self.lifecycle.end_for_all()
+        self.run.stopping = True
+
+    def interrupted(self, where: str = "") -> Interrupted:
+        """The error to raise where a loop ends before the run does: it says after which step, and then `where`."""
+        return self.run.interrupted(f"{self.lifecycle.last_words()} {where}".strip())
 
     def seed_random(self, seed: int) -> None:
         """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
@@ -467,6 +515,16 @@ class Engine(Handle):
     def close(self) -> None:
         """Ends what is still being written, and leaves the run."""
         self._close(None)
+
+    def close_at_exit(self) -> None:
+        """Closes the handle when the script ends, for loops that do not; a host has the last weights by then."""
+        atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None and self.is_prepared:
+            self.lifecycle.end_with_script()
+        self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
         if self._compiling is not None:
@@ -504,6 +562,21 @@ class Engine(Handle):
     def parameters(self) -> int:
         """How many numbers are trained, over all workers that hold parts of them."""
         return self.run.prepared().parameter_count
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker is within a step or a window, where the others may be elsewhere in it."""
+        return self.rounds.is_under_way
+
+    @property
+    def keeps_folder(self) -> bool:
+        """Whether this worker writes the run's folder: rank 0; under a host nobody here, since the host does."""
+        return self.lifecycle.keeps_folder
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the step being applied was taken by others before this worker joined."""
+        return self.lifecycle.is_replaying
 
     @property
     def version(self) -> int:

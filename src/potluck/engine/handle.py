@@ -1,15 +1,26 @@
 """Handle: what a loop may ask of its run, and hear from it. Knows nothing of how the run computes."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from potluck.composition import Wanted
+from potluck.data.plan import Position
+from potluck.engine.loop import Loop
 from potluck.engine.run_state import RunState
+from potluck.engine.switches import autocast
+from potluck.errors import ConfigError
 from potluck.events import EpochDone, EventLog, Heard, StepDone
 from potluck.save.state import UserState
 
 
 class Handle:
     run: RunState
+    before_step: list[Callable[[], None]]
+    """Functions that are called before each step of this worker's optimizer. To read the gradient that all workers
+    agreed on, or to change it, use torch's `optimizer.register_step_pre_hook()`: it is in `grad` then."""
 
     @property
     def layout(self) -> str:
@@ -92,6 +103,79 @@ class Handle:
         whose run was put somewhere else, by load() or by a host, with None if nothing was saved under the name.
         """
         self.run.state.add_pair(name, save, load)
+
+    # For whoever writes a trainer
+
+    @property
+    def loop(self) -> Loop:
+        """What the loop says of the run: its end, the shape of its learning rate, and what a host shows of it."""
+        return self.run.caller
+
+    @property
+    def setup(self) -> Wanted:
+        """What init() was asked for: `setup.policy`, `strategy`, `stages` and `wire`."""
+        return self.run.wanted
+
+    @property
+    def position(self) -> Position:
+        """Where the run stands in its data: `position.epoch`, and `position.row` of that epoch's order."""
+        return self.run.position
+
+    @property
+    def ranks(self) -> int:
+        """How many processes a group has; under a host, how many are this worker together."""
+        return self.run.link.world
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether prepare() has been called."""
+        return self.run.replica is not None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether this worker holds only parts of the model between two steps."""
+        return self.is_prepared and (self.run.prepared().gathers or self.run.wanted.stages is not None)
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether this worker was killed and restarted, and stands where it was while the run continued."""
+        return self.run.is_restored
+
+    @property
+    def loaded_from(self) -> Path | None:
+        """The checkpoint that load() has found."""
+        return self.run.loaded_from
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker shows the run to a person."""
+        return self.run.speaks
+
+    def notice(self, sentence: str) -> None:
+        """Tells a person of something that is not as they may think; the run continues."""
+        self.run.notice(sentence)
+
+    def has_passed(self, every: int) -> bool:
+        """Whether a multiple of this many steps came with the last agreement: under Cadence and Async that may be many
+        steps at once. For what is due now and then, in after_agreement."""
+        return self.step_number // every > self.run.steps_before // every
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Computes in the precision of `StepConfig`, for code beside the loss function that should do so too."""
+        return autocast(self.run.device, self.run.config)
+
+    @property
+    def clip(self) -> float | None:
+        """The largest norm that the whole gradient may have; None: it is not clipped."""
+        return self.run.config.clip
+
+    @clip.setter
+    def clip(self, norm: float | None) -> None:
+        if norm != self.run.config.clip and self.run.wanted.has_host:
+            raise ConfigError(
+                "Under a host all workers clip alike from the first step: say so in StepConfig(clip=...)."
+            )
+        self.run.config = replace(self.run.config, clip=norm)
 
     @property
     def lr_factor(self) -> Callable[[int], float] | None:

@@ -68,6 +68,7 @@ class HostLifecycle:
         run.say = client.say
         run.saves = Saves(run.link, run.events, is_gone=lambda: self.driver.member.is_over)
         run.kept.add("version", lambda tensors: self.version)
+        run.events.on(Sampled, self._send_sample)
         client.on_stop = self._on_stop
         atexit.register(self._close_at_exit)
 
@@ -180,7 +181,7 @@ class HostLifecycle:
             return f"Left the run after step {step}; it continues without this worker.{lost}"
         return f"The host stopped the run after step {step}, {fault or 'and has saved it.'}"
 
-    def show_sample(self, sample: Sampled) -> None:
+    def _send_sample(self, sample: Sampled) -> None:
         self.client.send(Wrote(sample.step, sample.prompt, sample.text))
 
     def request_stop(self) -> None:
@@ -280,7 +281,7 @@ class HostLifecycle:
     def describe(self) -> Description:
         caller = self.run.caller
         limit = caller.rows_limit or 0
-        return replace(self.description, training=caller.training, rows_limit=limit, told=caller.told)
+        return replace(self.description, training=caller.training, rows_limit=limit, told=caller.about)
 
     def stand_at(self, epoch: int, row: int) -> None:
         assert self.run.loader is not None

@@ -23,7 +23,7 @@ class JoinedView:
                 parameters=parameters,
                 unit="rows",
                 batch_size=run.loader.batch.size if run.loader is not None else 0,
-                steps_total=run.caller.told.get("steps_total", 0),
+                steps_total=run.caller.about.get("steps_total", 0),
                 from_step=run.step_number,
             )
         )

@@ -24,7 +24,7 @@ from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.environment import ONLY
 from potluck.errors import Interrupted, WorkerLost
-from potluck.events import EpochDone, Sampled
+from potluck.events import EpochDone
 from potluck.fleet.ledger import Ledger, prove
 from potluck.link.link import loss_of_peer
 from potluck.save.whole_state import is_in_parts, whole_state
@@ -162,10 +162,6 @@ class GroupLifecycle:
     def last_words(self) -> str:
         """Where the run stands when it is stopped."""
         return f"Stopped after step {self._run.step_number}."
-
-    def show_sample(self, sample: Sampled) -> None:
-        """To whoever looks at the run."""
-        self._run.events.emit(sample)
 
     def request_stop(self) -> None:
         self._run.wants_stop = True

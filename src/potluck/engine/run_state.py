@@ -27,6 +27,7 @@ from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.frozen_base import FrozenBase
 from potluck.engine.kept import Kept
+from potluck.engine.loop import Loop
 from potluck.engine.replica import MicroPass, Replica
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.switches import StepConfig
@@ -64,32 +65,6 @@ class StepTally:
     """The samples of the step's only backward, where nobody else's gradient is added to it."""
 
 
-@dataclass(slots=True)
-class LoopSettings:
-    """What the one who runs the loop says of the run: Trainer, or a loop of your own."""
-
-    has_trainer: bool = False
-    """Trainer counts epochs, hears Ctrl-C, saves and shows the run; else a loop of your own does, with our help."""
-    counts_epochs: bool = False
-    """epochs() or Trainer counts the passes over the loader, and so knows how many of them the run has."""
-    rows_limit: int | None = None
-    """The run is over after this many rows; only policies that plan several steps ahead need to know."""
-    lr_factor: Callable[[int], float] | None = None
-    """A function from rows seen to the share of its peak that the learning rate has; None: the rate is yours."""
-    samples_per_row: float = 1.0
-    """How many samples a row counts as; only for plain peers of a host, which cannot say so themselves."""
-    flops_per_sample: float = 0.0
-    """Floating-point operations that a sample costs, forward and backward; 0: not known. It is only shown."""
-    training: dict[str, Any] = field(default_factory=dict)
-    """What every worker's step must do alike: the optimizer's settings, clipping, the schedule."""
-    told: dict[str, Any] = field(default_factory=dict)
-    """What a host shows of the run: its name, the unit of samples, how many steps there are."""
-    memo: dict[str, int] = field(default_factory=dict)
-    """What a caller wants to find again if this worker is killed and restarted while the run continues."""
-    best: tuple[int, float] | None = None
-    """The step with the lowest validation loss so far, and that loss: the checkpoint of this step is kept as well."""
-
-
 @dataclass(eq=False)
 class RunState:
     link: Link
@@ -102,7 +77,7 @@ class RunState:
     """Whether this worker shows the run to a person."""
     say: Callable[[str], None] = say
 
-    caller: LoopSettings = field(default_factory=LoopSettings)
+    caller: Loop = field(default_factory=Loop)
     events: EventLog = field(default_factory=EventLog)
     after_step: list[Callable[[], None]] = field(default_factory=list)
     after_agreement: list[Callable[[], None]] = field(default_factory=list)

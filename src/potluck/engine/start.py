@@ -62,15 +62,67 @@ def init(
         on_gpu=device.type == "cuda",
     )
     if wanted.has_host:
-        ranks = ranks_per_worker(strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
-        wanted = replace(wanted, world=ranks)
-        compose(wanted)  # what is refused must not have joined
-        client = connect(read_invite(None), device, ranks) if ranks == 1 or not is_later_rank() else None
-        return led_engine(*as_one_worker(client, device, ranks), wanted, step)
+        wanted = _with_ranks(wanted)  # what is refused must not have joined
+        is_first = wanted.world == 1 or not is_later_rank()
+        client = connect(read_invite(None), device, wanted.world) if is_first else None
+        return _led_engine(*as_one_worker(client, device, wanted.world), wanted, step)
     if stages is not None:
         return _in_stages(wanted, stages, device, step, patience_s)
     link = join_group(device, patience_s)
     return Engine(link, device, step=step, wanted=replace(wanted, world=link.world))
+
+
+class Joined:
+    """A process that has joined the host of its invite, and does not know yet what it trains: the host says so."""
+
+    def __init__(self) -> None:
+        self._device, self._link = choose_device(), cast(Link, Alone())
+        self._client: Client | NodeClient
+        if is_later_rank():
+            ranks = int(os.environ["WORLD_SIZE"])
+            self._client, self._device, self._link = as_one_worker(None, self._device, ranks)
+        else:
+            self._client = connect(read_invite(None), self._device, asked_ranks() or 1)
+
+    @property
+    def recipe(self) -> str:
+        """The host's recipe, as TOML; empty where it trains a script."""
+        return self._client.welcome.recipe if self._client.welcome is not None else ""
+
+    def engine(
+        self,
+        policy: Policy | None,
+        strategy: ShardingStrategy,
+        *,
+        stages: Stages | None,
+        step: StepConfig,
+        wire: AskedWire,
+    ) -> Engine:
+        """The handle of this worker, from what init() would be given."""
+        wanted = Wanted(
+            policy=policy_of(policy, has_host=True),
+            strategy=strategy,
+            stages=stages,
+            wire=wire,
+            has_host=True,
+            offload_optimizer=step.offload_optimizer,
+            on_gpu=self._device.type == "cuda",
+        )
+        wanted, joined = _with_ranks(wanted), (self._client, self._device, self._link)
+        if isinstance(self._client, Client):
+            joined = as_one_worker(self._client, self._device, wanted.world)
+        return _led_engine(*joined, wanted, step)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _with_ranks(wanted: Wanted) -> Wanted:
+    """How many ranks are one worker of a host; refused if that cannot be."""
+    ranks = ranks_per_worker(wanted.strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
+    wanted = replace(wanted, world=ranks)
+    compose(wanted)
+    return wanted
 
 
 def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepConfig, patience_s: float) -> Engine:
@@ -131,7 +183,7 @@ def as_one_worker(
         raise
 
 
-def led_engine(
+def _led_engine(
     client: "Client | NodeClient", device: torch.device, link: Link, wanted: Wanted, step: StepConfig
 ) -> Engine:
     """Of a worker that a host leads."""

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from potluck import Engine
 from potluck.batch_shapes import to_device
-from potluck.engine.engine import Engine
 from potluck.errors import ConfigError
 from potluck.finetune.base import add_adapter, bytes_of_frozen, check_described, context_of, known_labels, load_base
 from potluck.finetune.base_files import find_base, numbers_in
@@ -26,7 +26,7 @@ from potluck.train.arguments import TrainArgs
 from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer, memory_here
 from potluck.train.sampler import Sampler, may_sample
 from potluck.train.trainer import Summary
-from potluck.words import count, plural, size
+from potluck.words import count, plural, say, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +46,13 @@ class FinetuneConfig(RecipeConfig):
 
 def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> Summary:
     """Trains the recipe in its run folder. Called on every worker."""
-    speaks = engine.run.speaks
+    speaks = engine.speaks
     folder = find_base(config.model.hf, tells=speaks)
     tokenizer, context = load_tokenizer(folder), context_of(folder, config.model)
     with telling(speaks, "Reading the rows") as tell:
         rows = prepare_rows(config.data, tokenizer, context, config.model.task, known_labels(folder), tell)
     if speaks:
-        _tell_of_rows(rows, engine)
+        _tell_of_rows(rows)
     check_described(folder, rows.labels)
     _check_memory(config, folder, engine)
     torch.manual_seed(config.fit.seed)
@@ -60,9 +60,9 @@ def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> S
         model = make_model(config, folder, engine.device, rows.labels, pad=tokenizer.pad_token_id)
     if config.lora is not None and speaks:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        engine.run.say(f"The adapter has {count(trained)} parameters; those of the base stay as they are.")
+        say(f"The adapter has {count(trained)} parameters; those of the base stay as they are.")
     if rows.collate.packing and speaks:
-        _try_packing(model, rows, engine)
+        _try_packing(model, rows)
     is_labelled = rows.labels is not None
     parts = RecipeParts(
         model=model,
@@ -75,7 +75,7 @@ def train_finetune(config: FinetuneConfig, args: TrainArgs, engine: Engine) -> S
         samples_per_row=rows.answers_per_row,
         unit="rows" if is_labelled else "tokens",
     )
-    if not is_labelled and len(rows.validation) and may_sample(engine):
+    if not is_labelled and len(rows.validation) and may_sample(engine, is_compiled=config.step.compile):
         engine.events.listeners.append(Sampler(engine, lambda: continue_row(model, tokenizer, rows.validation[0])))
     return fit_recipe(config, parts, args, engine)
 
@@ -105,16 +105,14 @@ def telling(speaks: bool, what: str) -> Iterator[Callable[[int], None]]:
         yield lambda rows: status.update(f"{what}: {rows:,} in {time.monotonic() - started:.0f} s ...")
 
 
-def _tell_of_rows(rows: PreparedRows, engine: Engine) -> None:
+def _tell_of_rows(rows: PreparedRows) -> None:
     for sentence in rows.sentences:
-        engine.run.say(sentence)
+        say(sentence)
     what = f"{count(rows.answers_per_row * len(rows.training))} tokens of answers"
     if rows.labels is not None:
         shown = ", ".join(rows.labels[:6]) + (", ..." if len(rows.labels) > 6 else "")
         what = f"{plural(len(rows.labels), 'label')}: {shown}"
-    engine.run.say(
-        f"{plural(len(rows.training), 'row')} to train on, {len(rows.validation):,} to validate with; {what}."
-    )
+    say(f"{plural(len(rows.training), 'row')} to train on, {len(rows.validation):,} to validate with; {what}.")
 
 
 def _check_memory(config: FinetuneConfig, folder: Path, engine: Engine) -> None:
@@ -126,7 +124,7 @@ def _check_memory(config: FinetuneConfig, folder: Path, engine: Engine) -> None:
         needed = needed // pipelines if has_parts else needed
     else:
         needed = int(numbers_in(folder) * config.strategy.bytes_per_parameter(pipelines))
-    needed //= max(1, engine.link.world // pipelines)
+    needed //= max(1, engine.ranks // pipelines)
     here, has, where = memory_here(config, engine)
     if needed * here > has:
         advice = "Load it in fewer bits, with --load 4bit" if config.lora is not None else "Train an adapter instead"
@@ -136,7 +134,7 @@ def _check_memory(config: FinetuneConfig, folder: Path, engine: Engine) -> None:
         )
 
 
-def _try_packing(model: nn.Module, rows: PreparedRows, engine: Engine) -> None:
+def _try_packing(model: nn.Module, rows: PreparedRows) -> None:
     """Whether this kind of model keeps documents of one row apart is seen, and said if it does not."""
     several = (row for row in map(rows.training.__getitem__, range(len(rows.training))) if len(row.lengths) > 1)
     if (row := next(several, None)) is None:
@@ -144,7 +142,7 @@ def _try_packing(model: nn.Module, rows: PreparedRows, engine: Engine) -> None:
     device = next(model.parameters()).device
     together, apart = in_parts(rows, shortened(row))
     if not packs_apart(model, to_device(together, device), to_device(apart, device)):
-        engine.run.say(
+        say(
             "Rows are packed, and this kind of model does not keep them apart: each sees those before it in its row."
             " Leave out data.packing to have each by itself."
         )

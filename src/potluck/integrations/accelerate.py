@@ -8,7 +8,6 @@ divide by it, or multiply. Knows nothing of the library itself, which need not b
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, default_collate
 
+from potluck import Engine, Loader, StepConfig
 from potluck.batch_shapes import rows_of
-from potluck.data.loader import Loader
 from potluck.data.rows import arrived
 from potluck.data.source import held_out
 from potluck.data.stream import is_stream
-from potluck.engine.engine import Engine
-from potluck.engine.switches import StepConfig, autocast
 from potluck.errors import ConfigError
 from potluck.integrations.scheduling import by_epochs, heard
 from potluck.integrations.step_batches import step_loader
@@ -88,7 +85,7 @@ class Accelerator:
                 micro_batch_size=data.batch_size if together > 1 else None,
                 scheduler=schedulers[0] if schedulers else None,
             )
-            self.fleet.run.caller.counts_epochs = True  # as TrainedLoader does
+            self.fleet.loop.counts_epochs = True  # as TrainedLoader does
             self._trained = TrainedLoader(self.fleet, loader, data)
             if schedulers and not self._by_epochs:
                 self._trained.expect_steps_of(schedulers[0])
@@ -119,17 +116,16 @@ class Accelerator:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> None:
         """The whole gradient is there once optimizer.step() is called, and is clipped then."""
-        run = self.fleet.run
         if norm_type != 2:
             raise ConfigError(f"A fleet clips by the norm of type 2, not {norm_type}.")
-        if run.config.clip == max_norm:
+        if self.fleet.clip == max_norm:
             return
         if self.fleet.is_led:
             raise ConfigError(
                 "Under a host every worker has to know before the first step how gradients are clipped. Write"
                 f" Accelerator(max_grad_norm={max_norm})."
             )
-        run.config = replace(run.config, clip=max_norm)
+        self.fleet.clip = max_norm
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
         """Gather a batch that prepare()'s loader gave from all workers, in the order of the DataLoader's own."""
@@ -156,7 +152,7 @@ class Accelerator:
         if not self.fleet.load(input_dir) and not self.fleet.is_led:
             raise ConfigError(f"{input_dir} holds no state that save_state() has saved.")
         if self._trained is not None:
-            self._trained.passes = self.fleet.run.position.epoch
+            self._trained.passes = self.fleet.position.epoch
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """load_state() has done so."""
@@ -184,13 +180,12 @@ class Accelerator:
             torch.save(obj, f)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self.device, self.fleet.run.config)
+        return self.fleet.autocast()
 
     # The processes
 
     def wait_for_everyone(self) -> None:
-        if not self.fleet.is_led:
-            self.fleet.gather(0)
+        self.fleet.barrier()
 
     def print(self, *words: Any, **options: Any) -> None:
         self.fleet.print(*words, **options)
@@ -278,7 +273,7 @@ class TrainedLoader(_OfLoader):
         if self.fleet.is_led:
             self.fleet.load(Path())  # joins
         self.passes += 1
-        if self.passes <= self.fleet.run.position.epoch:
+        if self.passes <= self.fleet.position.epoch:
             return
         for batch in self.loader:
             self.rows = rows_of(batch)

@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
+from potluck import Engine, StepConfig
 from potluck.batch_shapes import rows_of
-from potluck.engine.engine import Engine
-from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.integrations.step_batches import WholeBatches, one_by_one, step_loader
 from potluck.integrations.trl_losses import check_loss_in_parts, check_trainer
 from potluck.integrations.until_exit import fleet_until_exit
-from potluck.sharding.runs import sees_nothing
 from potluck.signals import on_interrupt
 
 try:
@@ -165,7 +163,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
         if fleet.step_number < max_steps and not self.control.should_training_stop:
             self._leave(trial)
         if fleet.is_led:
-            fleet.lifecycle.end_well(None)
+            self._end_under_host()
         return self._finalize_training(trial, samples, self._started)
 
     def _prepare(self, plain: Any, max_steps: int) -> Any:
@@ -180,14 +178,14 @@ class Elastic(_Trainer):  # type: ignore[misc]
         )  # others are stepped by what evaluate() finds
         data, is_stream = step_loader(plain, together), isinstance(plain.dataset, IterableDataset)
         has_length = not is_stream or hasattr(plain.dataset, "__len__")
-        is_cut = fleet.run.wanted.stages is not None
+        is_cut = fleet.setup.stages is not None
         if is_cut and "forward" in vars(self.model):
             raise ConfigError(
                 f"The forward of {type(self.model).__name__} has been replaced, as TRL's trainers do to fuse its head"
                 " with the loss, so the model cannot be cut into stages. Use transformers' own Trainer, or potluck"
                 " finetune with a [stages] table; or split the model with strategy=potluck.FullShard()."
             )
-        can_slice = fleet.is_led and fleet.run.wanted.policy.steps_together
+        can_slice = fleet.is_led and fleet.setup.policy.steps_together
         self.model_wrapped, self.optimizer, loader = fleet.prepare(
             self.model,
             self.optimizer,
@@ -200,11 +198,9 @@ class Elastic(_Trainer):  # type: ignore[misc]
             loss=self._loss_of if is_cut else None,
         )
         self.accelerator._models.append(self.model_wrapped)  # evaluation would prepare it
-        self.optimizer.register_step_pre_hook(sees_nothing(lambda *told: self._say("on_pre_optimizer_step")))
+        fleet.before_step.append(lambda: self._say("on_pre_optimizer_step"))
         self.optimizer.register_step_post_hook(lambda *told: self._say("on_optimizer_step"))
-        whole, rest = divmod(max_steps, loader.steps_of_epoch)
-        fleet.run.caller.rows_limit = whole * loader.rows + min(rest * loader.batch.size, loader.rows)
-        fleet.run.caller.told |= {"steps_total": max_steps}
+        fleet.loop.end_after(max_steps, rows_of_epoch=loader.rows, batch_size=loader.batch.size)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = plain
@@ -215,7 +211,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
 
     def _find_standing(self, checkpoint: str | None) -> None:
         fleet = self.fleet
-        if fleet.run.is_restored:
+        if fleet.is_restored:
             pass  # it has survived a loss, and stands where it was
         elif checkpoint is not None:
             if not fleet.load(Path(checkpoint) / STATE):
@@ -246,7 +242,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
             if self._begins_step:
                 self._begins_step = False
                 self._say("on_step_begin")
-            if self.fleet.run.wanted.stages is not None:  # each computes its layers, some other one the loss
+            if self.fleet.setup.stages is not None:  # each computes its layers, some other one the loss
                 self.fleet.train(self._loss_of, inputs)
             else:
                 self._samples, items = self._count(inputs)
@@ -286,7 +282,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
         epoch, step = divmod(state.global_step - 1, self._per_epoch)
         passed = min((step + 1) * self.args.gradient_accumulation_steps, self._in_epoch)
         state.epoch = epoch + passed / self._in_epoch
-        if done is not None and done.step == self.fleet.run.steps_done:
+        if done is not None and done.step >= state.global_step:
             self._tr_loss += done.loss
         else:  # it was skipped: as for a loss that is not finite
             self._tr_loss += self._tr_loss / max(1, state.global_step - self._globalstep_last_logged)
@@ -302,14 +298,12 @@ class Elastic(_Trainer):  # type: ignore[misc]
         if self.control.should_epoch_stop:
             raise ConfigError("A callback set should_epoch_stop. A fleet's epochs are whole: set should_training_stop.")
         if self.control.should_training_stop and not self.fleet.stopping:
-            if self.state.global_step < self.state.max_steps:
-                self.fleet.lifecycle.end_for_all()
-            self.fleet.run.stopping = True
+            self.fleet.end()
 
     def _look(self) -> None:
         """Logs, evaluates and saves where that is due."""
         fleet, control, done = self.fleet, self.control, self.fleet.last_step
-        if fleet.lifecycle.is_replaying:  # the others have done so
+        if fleet.is_replaying:  # the others have done so
             control.should_evaluate = control.should_save = False
         looks = control.should_evaluate
         rate = {"learning_rate": done.lr} if done is not None else {}
@@ -326,10 +320,18 @@ class Elastic(_Trainer):  # type: ignore[misc]
     def _leave(self, trial: Any) -> None:
         """Ctrl-C: what is done is saved."""
         fleet = self.fleet
-        if fleet.is_led:
-            fleet.lifecycle.end_early(None)
-        self._save_checkpoint(self.model_wrapped, trial)
-        raise fleet.run.interrupted(f"{fleet.lifecycle.last_words()} Saved in {self.args.output_dir}.")
+        if not fleet.is_led:
+            self._save_checkpoint(self.model_wrapped, trial)
+            raise fleet.interrupted(f"Saved in {self.args.output_dir}.")
+        self._end_under_host()
+        error = fleet.interrupted()
+        fleet.close()
+        raise error
+
+    def _end_under_host(self) -> None:
+        """The host has the last weights before this worker says that it has finished."""
+        self.fleet.save(self.args.output_dir)
+        self.fleet.wait_for_saves()
 
     # What callbacks and the log know
 
@@ -382,10 +384,10 @@ class Elastic(_Trainer):  # type: ignore[misc]
         fleet, args = self.fleet, self.args
         only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         loss, batches = math.nan, None
-        if only and fleet.run.replica is not None and not isinstance(dataloader.dataset, IterableDataset):
+        if only and fleet.is_prepared and not isinstance(dataloader.dataset, IterableDataset):
             batches = WholeBatches(dataloader) if len(dataloader) else None  # drop_last may leave out the only one
             loss = self._shared_loss(batches, ignore_keys) if batches is not None else math.nan
-        if batches is None and fleet.run.replica is not None and fleet.run.wanted.stages is not None:
+        if batches is None and fleet.is_prepared and fleet.setup.stages is not None:
             raise ConfigError(
                 "The model is cut into stages, so no worker has all of its outputs: only losses are evaluated, over a"
                 " dataset with a length. Leave out compute_metrics, or predict with the model that was saved."
@@ -416,21 +418,20 @@ class Elastic(_Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Call it on every worker; one of them writes."""
         fleet = self.fleet
-        if fleet.run.replica is None:
+        if not fleet.is_prepared:
             super().save_model(output_dir, _internal_call)
             return
         state = fleet.state_dict()
         self._take_rank()
         if fleet.rank == 0:
             self._save(output_dir or self.args.output_dir, state_dict=state)
-        if not fleet.is_led:
-            fleet.gather(0)  # until it is there
+        fleet.barrier()  # until it is there
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """And all else from which a run is resumed; under a host it is the host that keeps it."""
-        self.fleet.save(os.path.join(output_dir, STATE), keep_last=1)  # noqa: PTH118
+        self.fleet.save(Path(output_dir) / STATE, keep_last=1)
         self.fleet.wait_for_saves()
 
     def _save_scaler(self, output_dir: str) -> None:

@@ -5,7 +5,6 @@ model within the loader; a step in which this worker had no part is shown to the
 counters, hooks and checkpoints are those of one process. Validation is whole on every worker.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
+from potluck import Engine, Loader, StepConfig
 from potluck.batch_shapes import rows_of
-from potluck.data.loader import Loader
 from potluck.data.rows import arrived, read_batch
 from potluck.devices import choose_device
-from potluck.engine.engine import Engine
-from potluck.engine.switches import StepConfig
 from potluck.errors import ConfigError
 from potluck.integrations.scheduling import by_epochs
 from potluck.integrations.step_batches import step_loader
@@ -118,10 +115,8 @@ class PotluckStrategy(SingleDeviceStrategy):
         most = trainer.max_steps if trainer.max_steps >= 0 else 1 << 62
         most = min(most, trainer.max_epochs * steps.per_epoch if (trainer.max_epochs or -1) >= 0 else most)
         if most < 1 << 62:
-            whole, rest = divmod(most, steps.per_epoch)
-            fleet.run.caller.rows_limit = whole * loader.rows + min(rest * loader.batch.size, loader.rows)
-            fleet.run.caller.told |= {"steps_total": most}
-        fleet.run.caller.counts_epochs = True
+            fleet.loop.end_after(most, rows_of_epoch=loader.rows, batch_size=loader.batch.size)
+        fleet.loop.counts_epochs = True
         fleet.after_agreement.append(lambda: self._after_agreement(most))
         if trainer.ckpt_path is not None and not fleet.is_led:
             if not fleet.load(_state_of(trainer.ckpt_path)):
@@ -198,7 +193,7 @@ class PotluckStrategy(SingleDeviceStrategy):
         """A method of the module. Where its numbers are split they are gathered when the module is called, so it is
         called, and its forward is that method."""
         fleet, module, plugin = self.fleet, self.lightning_module, self.precision_plugin
-        if fleet is None or module is None or fleet.run.replica is None or not fleet.run.prepared().gathers:
+        if fleet is None or module is None or not fleet.is_split:
             return plain
 
         def call(*told: Any, **options: Any) -> Any:
@@ -252,12 +247,12 @@ class PotluckStrategy(SingleDeviceStrategy):
         assert self.fleet is not None
         self._take_rank()
         if self.fleet.step_number >= most:
-            self.fleet.run.stopping = True
+            self.fleet.end()
 
     def on_train_end(self) -> None:
         fleet = self.fleet
-        if fleet is not None and fleet.is_led and not fleet.run.is_at_the_end:
-            fleet.lifecycle.end_for_all()
+        if fleet is not None and fleet.is_led:
+            fleet.end()
 
     # Between workers
 
@@ -273,21 +268,21 @@ class PotluckStrategy(SingleDeviceStrategy):
         fleet, steps, how = self.fleet, self.steps, str(reduce_op)
         if fleet is None or fleet.is_led or fleet.world == 1 or steps is None or steps.is_forward:
             return tensor
-        if fleet.rounds.is_under_way or not self._trainer.training or how not in ("mean", "sum", "max", "min"):
+        if fleet.is_under_way or not self._trainer.training or how not in ("mean", "sum", "max", "min"):
             return tensor
         found: Tensor = getattr(torch, how)(fleet.gather(tensor.reshape(1)).to(tensor.device, torch.float64))
         return found.to(tensor.dtype) if tensor.is_floating_point() else found
 
     def barrier(self, *more: Any, **options: Any) -> None:
-        if self.fleet is not None and not self.fleet.is_led:
-            self.fleet.run.link.gather_bytes(b"")
+        if self.fleet is not None:
+            self.fleet.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the value of one worker on all, if JSON can hold it: a folder's name, for instance. The rest is alike
         on all workers."""
-        if self.fleet is None or self.fleet.is_led or not isinstance(obj, str | int | float | None):
+        if self.fleet is None or not isinstance(obj, str | int | float | None):
             return obj
-        return json.loads(self.fleet.run.link.gather_bytes(json.dumps(obj).encode())[src])
+        return self.fleet.broadcast(obj, src)
 
     # Saving
 
@@ -330,7 +325,7 @@ class StepsOfLoader:
         self.counts = True
         """Whether the batch that was given last is this worker's to compute."""
         self.is_forward = False
-        self._is_alone = not fleet.run.wanted.policy.steps_together
+        self._is_alone = not fleet.setup.policy.steps_together
         """Where workers step by themselves there are other steps than the run's: all of them run within the loader."""
         self.rows = 0
         self._last: Any = None

@@ -1,12 +1,9 @@
 """A fleet that nobody closes: a trainer's script ends when it ends."""
 
-import atexit
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from potluck.engine.engine import Engine
-from potluck.engine.start import init
+from potluck import Engine, init
 from potluck.errors import ConfigError
 
 
@@ -24,12 +21,5 @@ def fleet_until_exit(**options: Any) -> Engine:
     """Call init(), and close the fleet when the script ends; if by an exception, with its reason. A host has the last
     weights then."""
     fleet = init(**options)
-    atexit.register(_close, fleet)
+    fleet.close_at_exit()
     return fleet
-
-
-def _close(fleet: Engine) -> None:
-    error: BaseException | None = getattr(sys, "last_value", None)
-    if error is None and fleet.run.replica is not None:
-        fleet.lifecycle.end_with_script()
-    fleet.__exit__(None, error, None)

@@ -1,20 +1,16 @@
 """One worker of a recipe's run, whichever kind of recipe it is: of the built-in model, or of one from Hugging Face."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from potluck.agree.policy import policy_of
-from potluck.composition import Wanted, compose, ranks_per_worker
+from potluck import Engine, init
+from potluck.composition import ranks_per_worker
 from potluck.config import from_dict, parse_toml
-from potluck.devices import choose_device
-from potluck.engine.engine import Engine
-from potluck.engine.node_client import NodeClient
-from potluck.engine.start import as_one_worker, connect, init, led_engine
+from potluck.engine.start import Joined
 from potluck.environment import usable_cores
 from potluck.errors import ConfigError
 from potluck.files import write_whole
@@ -22,10 +18,6 @@ from potluck.finetune.base_files import cached
 from potluck.finetune.ending import show_hosted, show_result
 from potluck.finetune.recipe import FinetuneConfig, train_finetune
 from potluck.finetune.settings import is_finetune
-from potluck.fleet.client import Client
-from potluck.fleet.invite import read_invite
-from potluck.link.link import Alone, Link
-from potluck.link.ranks import asked_ranks, is_later_rank, ranks_here
 from potluck.train.arguments import TrainArgs, ask_for_files, find_recipe
 from potluck.train.recipe import RecipeConfig, RunConfig, train_recipe
 from potluck.train.summary import show_summary
@@ -41,7 +33,7 @@ def main(arguments: list[str]) -> None:
     config = read_recipe(text, source, tuple(args.settings))
     options: dict[str, Any] = {"stages": config.stages, "step": config.step, "wire": config.wire}
     with init(config.policy, config.strategy, **options, patience_s=config.workers.patience_s) as engine:
-        keeps_folder = engine.lifecycle.keeps_folder and args.summary != "none"
+        keeps_folder = engine.keeps_folder and args.summary != "none"
         if isinstance(config, RunConfig):
             _train_built_in(config, args, engine, shows=keeps_folder)
             return
@@ -53,9 +45,7 @@ def main(arguments: list[str]) -> None:
 def _train_built_in(config: RunConfig, args: TrainArgs, engine: Engine, *, shows: bool) -> None:
     summary, model = train_recipe(config, args, engine)
     if shows:
-        replica = engine.run.replica
-        is_split = replica is not None and (replica.gathers or config.stages is not None)
-        show_summary(summary, model, args, epochs=config.fit.epochs, is_split=is_split)
+        show_summary(summary, model, args, epochs=config.fit.epochs, is_split=engine.is_split)
 
 
 def finish(arguments: list[str]) -> None:
@@ -80,21 +70,14 @@ def read_recipe(text: str, source: str, overrides: tuple[str, ...]) -> RunConfig
 def join(arguments: list[str]) -> None:
     """One worker of the run that the invite names: the recipe comes from the host, as TOML and never as code."""
     settings = tuple(json.loads(arguments[0]))  # what was given by --data, and nothing else
-    device, is_first = choose_device(), not is_later_rank()
-    joined: tuple[Client | NodeClient, torch.device, Link]
-    if is_first:
-        joined = connect(read_invite(None), device, asked_ranks() or 1), device, Alone()
-    else:
-        joined = as_one_worker(None, device, int(os.environ["WORLD_SIZE"]))
-    client = joined[0]
+    joined = Joined()
     try:
-        text = client.welcome.recipe if client.welcome is not None else ""
-        if not text:
+        if not joined.recipe:
             raise ConfigError(
                 "This host trains a script, not a recipe. Join with your copy of it: potluck join INVITE SCRIPT"
             )
         try:
-            config = read_recipe(text, "the host's recipe", settings)
+            config = read_recipe(joined.recipe, "the host's recipe", settings)
         except ConfigError as error:  # it may quote the recipe, which the host wrote
             raise ConfigError(clean(str(error))) from None
         if config.data.paths and not any(setting.startswith("data.paths=") for setting in settings):
@@ -102,24 +85,12 @@ def join(arguments: list[str]) -> None:
         if isinstance(config, FinetuneConfig) and not any(setting.startswith("model.hf=") for setting in settings):
             config = _with_own_base(config)
         _check_little(config)
-        ranks = ranks_per_worker(config.strategy, ranks_here(torch.cuda.device_count()), asked_ranks())
-        wanted = Wanted(
-            policy=policy_of(config.policy, has_host=True),
-            strategy=config.strategy,
-            stages=config.stages,
-            wire=config.wire,
-            world=ranks,
-            has_host=True,
-            offload_optimizer=config.step.offload_optimizer,
-            on_gpu=device.type == "cuda",
-        )
-        compose(wanted)
-        if isinstance(client, Client):
-            joined = as_one_worker(client, device, ranks)
+        options: dict[str, Any] = {"stages": config.stages, "step": config.step, "wire": config.wire}
+        made = joined.engine(config.policy, config.strategy, **options)
     except BaseException:
-        client.close()
+        joined.close()
         raise
-    with led_engine(*joined, wanted, config.step) as engine:
+    with made as engine:
         args = TrainArgs(recipe="the host's")
         if isinstance(config, RunConfig):
             train_recipe(config, args, engine)

@@ -14,27 +14,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from potluck.agree.policy import ApplyPolicy
+from potluck import ApplyPolicy, BatchConfig, Engine, NoShard, ShardingStrategy, Stages, StepConfig
 from potluck.coded_numbers import AskedWire
 from potluck.config import to_toml
-from potluck.data.plan import BatchConfig
 from potluck.devices import memory_of
-from potluck.engine.engine import Engine
-from potluck.engine.losses import LossFunction
-from potluck.engine.switches import StepConfig
 from potluck.environment import free_memory_bytes, machine_bytes
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, RunStarted
 from potluck.files import first_free, write_whole
 from potluck.save.run_folder import holds_run, name_fault
-from potluck.sharding.strategy import NoShard, ShardingStrategy
-from potluck.stages.protocol import Stages
 from potluck.train.arguments import TrainArgs, WorkersConfig
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.sampler import Sampler, may_sample, writing
 from potluck.train.slowdown import Brake
 from potluck.train.text import DataConfig, read_rows
-from potluck.train.trainer import FitConfig, Summary, Trainer
+from potluck.train.trainer import FitConfig, LossFunction, Summary, Trainer
 from potluck.train.word_pieces import TOKENIZER, WordPieces
 from potluck.words import check_at_most, count, plural, size
 
@@ -141,18 +135,21 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
         loss=loss,
         samples_per_row=float(config.model.context),
     )
-    if may_sample(engine) and (write := writing(model, validation, pieces)) is not None:
+    if (
+        may_sample(engine, is_compiled=config.step.compile)
+        and (write := writing(model, validation, pieces)) is not None
+    ):
         engine.events.listeners.append(Sampler(engine, write))
-    if pieces is not None and engine.lifecycle.keeps_folder:
+    if pieces is not None and engine.keeps_folder:
         engine.events.listeners.append(partial(_keep_pieces, pieces))
     return fit_recipe(config, parts, args, engine), model
 
 
 def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine: Engine) -> Summary:
     """Trains what a recipe names, in its run folder. Called on every worker."""
-    engine.run.caller.samples_per_row = parts.samples_per_row
+    engine.loop.samples_per_row = parts.samples_per_row
     if parts.unit == "tokens":
-        engine.run.caller.flops_per_sample = flops_per_token(parts.model)
+        engine.loop.flops_per_sample = flops_per_token(parts.model)
     engine.introduce(
         parts.model,
         parts.optimizer,
@@ -164,7 +161,7 @@ def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine
     )
     folder = Path("runs") / config.name  # where a host leads, it keeps its own
     if not engine.is_led:
-        folder = Path(engine.link.gather_bytes(str(_run_folder(config, args, engine)).encode())[0].decode())
+        folder = Path(engine.broadcast(str(_run_folder(config, args, engine))))
     trainer = Trainer(
         parts.model,
         parts.optimizer,
@@ -178,7 +175,7 @@ def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine
         engine=engine,
         config=replace(config.fit, unit=parts.unit),
     )
-    if engine.lifecycle.keeps_folder:
+    if engine.keeps_folder:
         engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
     try:
         return trainer.fit(resume=args.resume)
@@ -191,7 +188,7 @@ def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine
 def _check_memory(config: RunConfig, engine: Engine, rows: int) -> None:
     """A model or a batch that cannot fit is refused, with figures, before the system ends somebody for it."""
     # Weights, gradients and AdamW's two means, in fp32; each rank's share of what the strategy splits.
-    stages = engine.link.world // engine.pipelines
+    stages = engine.ranks // engine.pipelines
     for_model = int(config.model.parameters * config.strategy.bytes_per_parameter(engine.pipelines) / stages)
     at_once = _rows_at_once(config, engine, rows)
     step = config.step
@@ -218,7 +215,7 @@ def memory_here(config: RecipeConfig, engine: Engine) -> tuple[int, int, str]:
     """How many workers share which memory, its bytes, and what it is called."""
     if (memory := memory_of(engine.device)) is not None:
         return 1, memory[not engine.is_led], "this GPU"
-    here = engine.link.world if engine.is_led else config.workers.count
+    here = engine.ranks if engine.is_led else config.workers.count
     # Who trains for somebody else gives what is free, not what others use.
     return here, free_memory_bytes() if engine.is_led else machine_bytes(), "this machine"
 
@@ -245,7 +242,7 @@ def _keep_recipe(event: Event, folder: Path, config: RecipeConfig) -> None:
 
 def _run_folder(config: RecipeConfig, args: TrainArgs, engine: Engine) -> Path | str:
     """Rank 0 decides. A new run never takes over a folder that holds one; one that outlived a loss has its own."""
-    if engine.rank != 0 or engine.run.is_restored:
+    if engine.rank != 0 or engine.is_restored:
         return ""
     wanted = Path(args.out) if args.out else Path("runs") / config.name
     if args.resume:

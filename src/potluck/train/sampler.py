@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from potluck.engine.engine import Engine
+from potluck import Engine
 from potluck.environment import PAGE_POINTER
 from potluck.events import Event, Sampled, Validated
 from potluck.train.model import GPT
@@ -36,7 +36,7 @@ class Sampler:
         self._wrote_at: float | None = None
 
     def __call__(self, event: Event) -> None:
-        if not isinstance(event, Validated) or self._engine.rank != 0 or self._engine.lifecycle.is_replaying:
+        if not isinstance(event, Validated) or self._engine.rank != 0 or self._engine.is_replaying:
             return
         now = time.monotonic()
         if self._wrote_at is not None and now - self._wrote_at < EVERY_S:
@@ -46,15 +46,15 @@ class Sampler:
         with torch.random.fork_rng(devices=devices):
             prompt, text = self._write()
         prompt, text = (_printable(told)[:MOST_SHOWN] for told in (prompt, text))
-        self._engine.lifecycle.show_sample(Sampled(step=event.step, prompt=prompt, text=text))
+        self._engine.events.emit(Sampled(step=event.step, prompt=prompt, text=text))
 
 
-def may_sample(engine: Engine) -> bool:
+def may_sample(engine: Engine, *, is_compiled: bool) -> bool:
     """Whether somebody may look, and this worker's model computes by itself, as it is."""
-    wanted, looks = engine.run.wanted, os.environ.get("POTLUCK_PAGE") != "off"
+    wanted, looks = engine.setup, os.environ.get("POTLUCK_PAGE") != "off"
     is_shown = looks if engine.is_led else looks and PAGE_POINTER in os.environ
     is_whole = wanted.strategy.kind == "no_shard" and wanted.stages is None
-    return is_shown and is_whole and not engine.run.config.compile
+    return is_shown and is_whole and not is_compiled
 
 
 def writing(model: GPT, validation: Any, pieces: WordPieces | None) -> Write | None:

@@ -17,14 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from potluck.data.plan import BatchConfig
-from potluck.data.source import AskedData, held_out, source_of
+from potluck import BatchConfig, CheckpointConfig, Engine, init
+from potluck.data.source import held_out
 from potluck.devices import name_of
-from potluck.engine.engine import Engine
-from potluck.engine.look_sums import Figures
-from potluck.engine.losses import LossFunction
-from potluck.engine.start import init
-from potluck.engine.weight_average import WeightAverage
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import (
     CheckpointSaved,
@@ -38,7 +33,6 @@ from potluck.events import (
     Validated,
     loss_among,
 )
-from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import best_of, found, holds_any
 from potluck.save.run_folder import check_room, hold, make_run_folder, point_page_to
 from potluck.show.progress import Progress
@@ -49,6 +43,8 @@ from potluck.train.schedule import ScheduleConfig
 from potluck.train.validations import Validations, needs_loss
 from potluck.words import check_at_least, check_at_most, plural
 
+LossFunction = Callable[[nn.Module, Any], Any]
+"""Gives the mean loss over a batch's rows, or (mean loss, number of samples) where rows are not what is counted."""
 VALIDATIONS = "trainer.validations"
 """Key under which fleet.state keeps the validations: saved, sent to newcomers, and found again."""
 
@@ -162,47 +158,43 @@ class Trainer:
         config: FitConfig = FitConfig(),
     ) -> None:
         self.engine = engine or init()
-        self._caller = self.engine.run.caller
-        self._caller.has_trainer = True
+        self._loop = self.engine.loop
+        self._loop.has_trainer = True
         self.loss = loss
         self.validate = validate or loss
         self.folder = Path(folder)
         self.config = config
         batch = _batch(batch_size, has_own=isinstance(dataset, DataLoader))
-        size = batch.size if batch_size is not None else None
-        asked = AskedData(batch_size=size, collate=collate, fetchers=batch.fetchers, seed=config.seed, rows=rows)
-        source = source_of(dataset, replace(asked, notice=self.engine.run.notice))
-        self.batch = replace(batch, size=source.batch_size, fetchers=source.fetchers)
-        self._validation = None
-        if validation is not None:
-            self._validation = held_out(validation, self.batch.micro_size or self.batch.size, source.collate)
         self.model, self.optimizer, self._loader = self.engine.prepare(
             model,
             optimizer,
-            source,
-            batch_size=self.batch.size,
-            micro_batch_size=self.batch.micro_size,
-            slices=self.batch.slices,
+            dataset,
+            batch_size=batch.size if batch_size is not None else None,
+            micro_batch_size=batch.micro_size,
+            fetchers=batch.fetchers,
+            slices=batch.slices,
+            collate=collate,
+            rows=rows,
             seed=config.seed,
             loss=loss,
         )
+        self.batch = replace(batch, size=self._loader.batch.size, fetchers=self._loader.batch.fetchers)
+        self._validation = None
+        if validation is not None:
+            self._validation = held_out(validation, batch.micro_size or self.batch.size, self._loader.collate)
         self.steps_total, self.rows_total = self._length()
         if (schedule := config.schedule) is not None:
-            self._caller.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
+            self._loop.lr_factor = lambda rows_seen: schedule.factor(rows_seen, self.rows_total)
             told = asdict(schedule) | {"rows": self.rows_total}
-            self._caller.training |= {f"schedule.{name}": value for name, value in told.items()}
-        self._caller.rows_limit = self.rows_total
+            self._loop.training |= {f"schedule.{name}": value for name, value in told.items()}
+        self._loop.rows_limit = self.rows_total
         self.summary = Summary(self.folder)
-        self.average = (
-            WeightAverage(self.engine.run, config.ema, self.engine.lifecycle.as_agreed)
-            if config.ema is not None
-            else None
-        )
+        self.average = self.engine.average_weights(config.ema) if config.ema is not None else None
         self.callbacks = callbacks
         self._validations = Validations()
         self.engine.kept(VALIDATIONS, lambda: asdict(self._validations), self._take_validations)
-        self._validated_at = self._caller.memo.get("validated_at", -1)
-        self._saved_at = self._caller.memo.get("saved_at", -1)
+        self._validated_at = self._loop.memo.get("validated_at", -1)
+        self._saved_at = self._loop.memo.get("saved_at", -1)
 
     @property
     def checkpoints(self) -> Path:
@@ -212,8 +204,8 @@ class Trainer:
         """Trains until the end, or until Ctrl-C, which saves first. `resume` continues from the newest checkpoint."""
         engine = self.engine
         started = time.perf_counter()
-        self._caller.told = asdict(self._run_started())
-        outlived = engine.run.is_restored  # then it stands where it resumes already
+        self._loop.about = asdict(self._run_started())
+        outlived = engine.is_restored  # then it stands where it resumes already
         resume = resume or outlived
         with self._listening(resume=resume), on_interrupt(engine.request_stop):
             if not (outlived or ((resume or engine.is_led) and self._load())):
@@ -234,16 +226,14 @@ class Trainer:
 
     def _leave(self) -> NoReturn:
         """Says where the run is saved; our launcher does so itself."""
-        where = f" Saved in {self.summary.checkpoint}." if self.engine.lifecycle.keeps_folder else ""
-        raise self.engine.run.interrupted(self.engine.lifecycle.last_words() + where)
+        raise self.engine.interrupted(f"Saved in {self.summary.checkpoint}." if self.engine.keeps_folder else "")
 
     def _run(self) -> None:
         self.model.train()
         self.engine.after_agreement.append(self._after_agreement)
-        self.engine.run.start_of_step()
         most, steps = self.config.max_steps, self.engine.step_number
         if most is not None and steps >= most and not self.engine.is_led:
-            self.engine.run.notice(
+            self.engine.notice(
                 f"This run has done {plural(steps, 'step')}, and fit.max_steps is {most:,}: nothing is left to train."
                 " Raise it to continue the run."
             )
@@ -276,9 +266,7 @@ class Trainer:
         position, rows, size = self._loader.position, self._loader.rows, self.batch.size
         steps, rows_seen = self.engine.step_number, self.engine.rows_seen
         left = (self.config.max_steps or 1 << 62) - steps
-        begun = (
-            0 if self.engine.run.wanted.policy.steps_together else -position.row % size
-        )  # of a batch that counts already
+        begun = 0 if self.engine.setup.policy.steps_together else -position.row % size  # of a batch that counts already
         for epoch in range(position.epoch, self.config.epochs):
             rows_left = rows - (position.row if epoch == position.epoch else 0)
             taken = max(0, min(left, -(-(rows_left - begun) // size)))
@@ -298,35 +286,31 @@ class Trainer:
             group.pop("initial_lr", None)
             group.update(given)
         self.steps_total, self.rows_total = self._length()
-        self._caller.rows_limit = self.rows_total
+        self._loop.rows_limit = self.rows_total
         self._saved_at = self.engine.step_number
-        self.summary.checkpoint = self.engine.run.loaded_from
+        self.summary.checkpoint = self.engine.loaded_from
         return True
 
     def _after_agreement(self) -> None:
         """On every worker alike, so that what follows may talk to the others."""
         at_end_of_epoch = self._loader.position.row == self._loader.rows
         every = self.config.validate_every
-        if not self.engine.stopping and (at_end_of_epoch if every is None else self._has_passed(every)):
+        if not self.engine.stopping and (at_end_of_epoch if every is None else self.engine.has_passed(every)):
             self._validate()
-        if self.engine.lifecycle.is_replaying and not self._has_stopped_early:
+        if self.engine.is_replaying and not self._has_stopped_early:
             return
-        if self.config.checkpoint.every is not None and self._has_passed(self.config.checkpoint.every):
+        if self.config.checkpoint.every is not None and self.engine.has_passed(self.config.checkpoint.every):
             self._save()
         if self._is_over:
-            self.engine.run.stopping = True
-
-    def _has_passed(self, every: int) -> bool:
-        """Whether a multiple of it came since the last agreement: there may be several steps between two."""
-        return self.engine.step_number // every > self.engine.run.steps_before // every
+            self.engine.end()
 
     def _validate(self) -> None:
         looked_at = self._validation
         if looked_at is None or not len(looked_at.rows) or self._validated_at == self.engine.step_number:
             return
-        self._validated_at = self._caller.memo["validated_at"] = self.engine.step_number
+        self._validated_at = self._loop.memo["validated_at"] = self.engine.step_number
         is_best = False
-        if not self.engine.lifecycle.is_replaying:
+        if not self.engine.is_replaying:
             is_best = self._look()
         if self.engine.is_led:  # a newcomer has missed what the others found while it caught up
             self._validations.follow(_rows_of(self.engine.gather(asdict(self._validations))))
@@ -338,7 +322,7 @@ class Trainer:
 
     def _look(self) -> bool:
         """Whether the loss is the lowest so far."""
-        looked: Figures = self.engine.evaluate(self.validate, self._validation)
+        looked: float | dict[str, float] = self.engine.evaluate(self.validate, self._validation)
         metrics = looked if isinstance(looked, dict) else {}
         step, loss = self.engine.step_number, loss_among(looked)
         self.engine.events.emit(Validated(step=step, loss=loss, metrics=metrics))
@@ -355,8 +339,8 @@ class Trainer:
 
     def _tell_of_early_end(self) -> None:
         known, engine = self._validations, self.engine
-        engine.lifecycle.end_for_all()
-        engine.run.notice(
+        engine.end()
+        engine.notice(
             f"Stopped after step {engine.step_number:,}: of the last {plural(known.since_best, 'validation')} none was"
             f" better than {known.best:.4f}, at step {known.best_step:,}."
         )
@@ -369,11 +353,11 @@ class Trainer:
     def _note_best(self) -> None:
         found = self._validations
         self.summary.best_loss = found.best_loss
-        self._caller.best = (found.best_step, found.best) if self.config.checkpoint.best else None
+        self._loop.best = (found.best_step, found.best) if self.config.checkpoint.best else None
 
     def _save(self) -> None:
         if self._saved_at != self.engine.step_number:
-            self._saved_at = self._caller.memo["saved_at"] = self.engine.step_number
+            self._saved_at = self._loop.memo["saved_at"] = self.engine.step_number
             self.engine.save(self.checkpoints, keep_last=self.config.checkpoint.keep_last)
 
     def _run_started(self) -> RunStarted:
@@ -388,19 +372,19 @@ class Trainer:
             batch_size=self.batch.size,
             steps_total=self.steps_total,
             from_step=engine.step_number,
-            layout=engine.run.layout,
-            strategy=engine.run.wanted.strategy.kind,
-            policy=engine.run.wanted.policy.kind,
-            wire=engine.run.wanted.wire,
+            layout=engine.layout,
+            strategy=engine.setup.strategy.kind,
+            policy=engine.setup.policy.kind,
+            wire=engine.setup.wire,
             device_name=name_of(engine.device),
-            flops_per_sample=self._caller.flops_per_sample,
+            flops_per_sample=self._loop.flops_per_sample,
         )
 
     def _emit_end(self, reason: str, seconds: float) -> None:
         summary, engine = self.summary, self.engine
         summary.steps, summary.rows_seen = engine.step_number, engine.rows_seen
         summary.seconds, summary.skipped = seconds, engine.skipped
-        if engine.lifecycle.keeps_folder:
+        if engine.keeps_folder:
             summary.best = best_of(found(self.checkpoints))
         engine.events.emit(
             RunEnded(
@@ -422,9 +406,9 @@ class Trainer:
             stack.callback(listeners.__setitem__, slice(None), list(listeners))
             listeners.append(self.summary)
             listeners += [partial(_call, callback) for callback in self.callbacks]
-            if self.engine.lifecycle.keeps_folder:
+            if self.engine.keeps_folder:
                 listeners += self._open_folder(stack, resume=resume)
-            if self.config.progress and self.engine.run.speaks:
+            if self.config.progress and self.engine.speaks:
                 progress = Progress()
                 stack.callback(progress.close)
                 listeners.append(progress)
@@ -444,7 +428,7 @@ class Trainer:
         stack.callback(file.close)
         point_page_to(self.folder)
         wanted = (*self.config.track, *(["tensorboard"] if self.config.tensorboard else []))
-        tracking = Tracking(wanted, self.folder, self.engine.run.notice)
+        tracking = Tracking(wanted, self.folder, self.engine.notice)
         stack.callback(tracking.close)
         return [file, tracking]
 
