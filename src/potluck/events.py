@@ -355,6 +355,7 @@ class EventLog:
         self.last_step: StepDone | None = None
         """Of all workers together, also where this one had no part in it."""
         self._guests: list[_Guest] = []
+        # Events come from several threads, and listeners are not made for two at once. Reentrant: a listener may emit.
         self._lock = threading.RLock()
 
     def emit(self, event: Event) -> None:
@@ -381,7 +382,7 @@ class EventLog:
             self._guests.append(guest)
 
         def stop() -> None:
-            with self._lock, contextlib.suppress(ValueError):
+            with self._lock, contextlib.suppress(ValueError):  # stopped twice, or left out since it failed
                 self._guests.remove(guest)
 
         return stop
@@ -460,7 +461,7 @@ def read_records(lines: Iterable[str], source: str) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except json.JSONDecodeError:  # a line that a crash cut short
             continue
         if (schema := record.get("schema", 1)) <= SCHEMA:
             found: dict[str, Any] = _as_numbers(record)

@@ -114,6 +114,7 @@ class Meeting:
                 if self._ended.wait(POLL_S if len(self._answered) < (tasks or 1 << 31) - 1 else 1.0):
                     return
 
+        # A thread beside the host's: nodes that come late, or are started again, wait for an answer too.
         self._thread = threading.Thread(target=look, name="meeting", daemon=True)
         self._thread.start()
 
@@ -136,7 +137,7 @@ class Meeting:
 
     def _heed_call(self, task: int, greeting: Greeting) -> Greeting:
         """The greeting with the word that the first node calls with now."""
-        with suppress(OSError, UnicodeDecodeError):
+        with suppress(OSError, UnicodeDecodeError):  # the first node has not called yet, or is just writing
             if (call := (self.folder / CALL).read_text(encoding="ascii")) != greeting.call:
                 greeting = replace(greeting, call=call)
                 self._write(f"greeting-{task}.json", json.dumps(asdict(greeting)))

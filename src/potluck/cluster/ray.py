@@ -94,7 +94,7 @@ class WorkerActor:
 
     def __init__(self, folder: str) -> None:
         """`folder`: where the command was given. What is named relative to it is there, on nodes that have it too."""
-        with suppress(OSError):
+        with suppress(OSError):  # this node may not have it; then only absolute paths can be named
             os.chdir(folder)
         os.environ |= {QUIET: "1", IGNORED: "SIGTERM"}
 
@@ -190,6 +190,7 @@ class RayActors:
         self._begin = begin
         for slot in self.slots.values():
             slot.work = begin(slot.actor, slot)
+        # A thread, since the host runs in this process's main one while nodes come and actors end.
         self._thread = threading.Thread(target=watch, name="actors", daemon=True)
         self._thread.start()
 

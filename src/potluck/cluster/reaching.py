@@ -54,7 +54,7 @@ def interface_to(address: str) -> str | None:
                     continue
                 if found[20:24] == own:
                     return name
-    except OSError:
+    except OSError:  # a hint for Gloo, which chooses by itself without one
         pass
     return None
 

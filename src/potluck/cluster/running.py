@@ -181,7 +181,7 @@ class _Task:
         return join(str(meeting.invite), [], config, tuple(json.loads(args.command[1])))
 
     def _tell_if_unreachable(self, reply: Reply) -> None:
-        """Beside the workers, which are loading torch."""
+        """Say so, in a thread, if the first node cannot be reached: beside the workers, which are loading torch."""
 
         def look() -> None:
             try:
@@ -209,6 +209,7 @@ class _Task:
                         time.sleep(2 * ECHO_S)  # sooner, the second would be the first's echo
                     return
 
+        # A thread, since this process waits for its workers, which would look for the lost host until they give up.
         threading.Thread(target=look, name="first node", daemon=True).start()
 
     # Both

@@ -309,7 +309,7 @@ def length_of(stream: Any, notice: Callable[[str], None]) -> int:
     """How many rows one pass has: as it says, or by counting them."""
     try:
         return len(stream)
-    except TypeError:
+    except TypeError:  # it has no length, and is counted
         pass
     known = _known_of(stream)
     if known.rows is None:

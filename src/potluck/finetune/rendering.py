@@ -69,7 +69,7 @@ class TemplateProcess:
         self._child = None
         code = child.wait()
         child.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # closing writes what is left, to a child that has ended
             child.stdin.close()
         if code == -getattr(signal, "SIGXCPU", 0):
             raise _beyond(f"more than {MOST_CPU_S} s of processor time")

@@ -141,7 +141,7 @@ class Found:
                 lock(file)
         except FileNotFoundError:
             return False
-        except OSError:
+        except OSError:  # somebody holds it
             return True
         return False
 
@@ -169,6 +169,6 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):  # not written yet; or somebody else's, which must not end a worker
         return {}
     return found if isinstance(found, dict) else {}

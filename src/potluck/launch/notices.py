@@ -98,7 +98,7 @@ def firmware() -> dict[str, str]:
     for name in ("sys_vendor", "product_name", "bios_vendor", "chassis_asset_tag"):
         try:
             texts[name] = Path("/sys/class/dmi/id", name).read_text(encoding="ascii", errors="replace").strip()
-        except OSError:
+        except OSError:  # not for every user to read, and not there on every system
             continue
     return texts
 
@@ -146,7 +146,7 @@ class Metadata:
             response = connection.getresponse()
             text = response.read(MOST_BYTES).decode("utf-8", errors="replace")
             return (text, response.getheader("ETag") or "") if response.status == 200 else None
-        except (OSError, http.client.HTTPException):
+        except (OSError, http.client.HTTPException):  # it is asked again soon: one answer may be missed
             return None
         finally:
             connection.close()
@@ -253,6 +253,7 @@ class NoticeWatch:
                 self.notice = provider.ask()
                 self._over.wait(provider.every_s if self.notice is None else 0)
 
+        # A thread: an answer may take seconds, and workers are looked after meanwhile.
         threading.Thread(target=run, name="notices", daemon=True).start()
 
     def close(self) -> None:

@@ -52,13 +52,13 @@ class Worker:
 
     def signal(self, number: int) -> None:
         """To the worker and whatever it has started: it leads a session of its own."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself meanwhile
             signal_apart(self.process, number)
 
     def words(self) -> str:
         try:
             return self.last_words.read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
+        except OSError:  # it was killed, or had nothing to say
             return ""
 
 
@@ -158,6 +158,7 @@ def start_worker(
         )
     forwarder = None
     if process.stdout is not None:
+        # A thread each: a pipe that nobody reads fills up, and then the worker stands still.
         forwarder = threading.Thread(target=_forward, args=(process.stdout, f"{of}{rank}"), daemon=True)
         forwarder.start()
     return Worker(rank, process, last_words, forwarder)

@@ -49,7 +49,7 @@ def watch(what: str, page: str | None) -> int:
         print("Ctrl-C ends the page, and not the run.", flush=True)
         from potluck.page.serve import serve  # Starlette and uvicorn: only where they serve
 
-        with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):  # that is how a person ends the page: no error
             serve(settings, place.listener, until_input_ends=False)
     return 0
 

@@ -92,6 +92,7 @@ def _end_with_parent() -> None:
         os.read(int(number), 1)
         os._exit(1)
 
+    # A thread: the main one may be within a collective that never ends.
     threading.Thread(target=wait_for_end, name="parent watch", daemon=True).start()
 
 

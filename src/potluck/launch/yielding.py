@@ -71,7 +71,7 @@ class ProcessorUse:
         """`ours`: processes whose use is not others'. None with the first look."""
         try:
             busy = read_busy(Path("/proc/stat").read_text(encoding="ascii"))
-        except OSError:
+        except OSError:  # one look is missed; the next one says
             return None
         own = {pid: ticks for pid in ours if (ticks := ticks_of(pid)) is not None}
         before, self._before = self._before, (now, busy, own)
@@ -94,7 +94,7 @@ def ticks_of(pid: int) -> int | None:
     try:
         words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
         return int(words[11]) + int(words[12])
-    except (OSError, IndexError, ValueError):
+    except (OSError, IndexError, ValueError):  # it has ended between two looks
         return None
 
 
@@ -120,7 +120,7 @@ class CardUse:
         command = [self.program, query, "--format=csv,noheader,nounits", f"--id={','.join(cards)}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
+        except (OSError, subprocess.TimeoutExpired):  # a driver that hangs must not stop the workers' parent
             return None
         return done.stdout if done.returncode == 0 else None
 
@@ -208,7 +208,7 @@ def family(roots: Collection[int]) -> set[int]:
             try:
                 words = (entry / "stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
                 parents.setdefault(int(words[1]), []).append(int(entry.name))
-            except (OSError, IndexError, ValueError):
+            except (OSError, IndexError, ValueError):  # it has ended since the folder was listed
                 continue
     pids, waiting = set(roots), list(roots)
     while waiting:

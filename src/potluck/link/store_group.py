@@ -189,6 +189,7 @@ class StoreGroups:
         """Where groups that are not made yet will begin."""
         self._durable: Position = {}
         self._changed, self._closing = threading.Event(), threading.Event()
+        # A thread, so that no operation of training waits for a mark to be written, or for old objects to be deleted.
         self._teller = threading.Thread(target=self._tell_and_forget, name="potluck-tell", daemon=True)
         self._teller.start()
 

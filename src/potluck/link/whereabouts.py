@@ -166,6 +166,7 @@ class GroupWatch:
         self._told: Whereabouts | None = None
         self._said: set[tuple[str | None, int]] = set()
         self._main = threading.main_thread().ident
+        # A thread, since the main one is what waits in a collective for ever where ranks have made different calls.
         self._thread = threading.Thread(target=self._look_on, name="whereabouts", daemon=True)
         self._thread.start()
 
@@ -245,6 +246,7 @@ class GroupWatch:
         self._over.set()
         self._thread.join(LOOK_S)
         if is_well:
+            # A store that is gone went with rank 0: then nobody is left to be told.
             with suppress(RuntimeError), self.calls.within(END, self.calls.after_step):
                 self.calls.note()
                 self.tell()

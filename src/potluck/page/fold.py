@@ -122,7 +122,7 @@ class Fold:
     """Who had part in the last step."""
 
     def take(self, record: Record) -> None:
-        """One event. What is not as it should be is passed over: a page never fails for a line."""
+        """Take one event. A record that is not as it should be is passed over: a page never fails for a line."""
         try:
             self._take(record)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):

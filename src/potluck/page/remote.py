@@ -48,6 +48,7 @@ class RemoteRun:
         """Once the host has answered. ConfigError: it will not."""
         pipe, _ = self._connector.connect(PATIENCE_S, again=False)
         self._begin(pipe)
+        # A thread: the page must answer while the host is silent, or is looked for again.
         threading.Thread(target=self._run, name="remote run", daemon=True).start()
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ class RemoteRun:
         try:
             while True:
                 assert self._pipe is not None
-                with contextlib.suppress(ConnectionError):
+                with contextlib.suppress(ConnectionError):  # what follows says so, and tries again
                     self._hear(self._pipe)
                 self._pipe.close()
                 if self._is_over:

@@ -76,6 +76,7 @@ async def _run(
     tasks = []
     if until_input_ends:
         ended = asyncio.Event()
+        # A thread, since reading standard input would stop the loop that serves.
         threading.Thread(target=_wait_for_end, args=(loop, ended), name="parent watch", daemon=True).start()
         tasks.append(asyncio.create_task(_end_after(server, page, ended)))
     if settings.keeps_place:
@@ -125,7 +126,7 @@ def _path(text: str) -> Path | None:
 
 def main() -> None:
     settings = PageSettings(**json.loads(sys.stdin.buffer.readline()))
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError):  # not allowed, or not there: the page is as fast as training
         os.nice(NICE)
     if settings.descriptor >= 0:
         listener = socket.socket(fileno=settings.descriptor)

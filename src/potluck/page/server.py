@@ -135,7 +135,7 @@ class PageServer:
                 yield f"data: {_as_json(sent | {'time': round(now, 2)})}\n\n"
                 if self.ending.is_set():
                     return
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError):  # the usual case: the next update is due
                     await asyncio.wait_for(self.ending.wait(), UPDATE_S if reader.is_caught_up else LOOK_S)
         finally:
             self.viewers -= 1

@@ -134,6 +134,7 @@ class PageProcess:
         with contextlib.suppress(OSError):  # the thread below says so
             self.process.stdin.write(settings.line().encode())
             self.process.stdin.flush()
+        # A thread, since orders come at any time, and a page that has ended is said at once, not at the run's end.
         self._thread = threading.Thread(target=self._watch, name="page watch", daemon=True)
         self._thread.start()
         tell_of(place)
@@ -142,7 +143,7 @@ class PageProcess:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline(LONGEST_ORDER):
             if self._request.on_order is not None:
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError):  # a line that its end cut short is no order
                     self._request.on_order(json.loads(line))
         code = self.process.wait()
         if not self._is_ending:
@@ -155,7 +156,7 @@ class PageProcess:
         """It shows the last of the run to whoever looks, and ends. Does not wait for it."""
         self._is_ending = True
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has ended already, with something of ours in the pipe
             self.process.stdin.close()
 
     def close(self) -> None:

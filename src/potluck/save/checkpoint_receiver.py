@@ -37,6 +37,7 @@ class CheckpointReceiver:
         self.abort()
         self._queue = queue.Queue()
         arguments = (self._queue, step, header, keep_last, on_saved)
+        # A thread, so that a slow disk stops neither the reader of the connection nor the coordinator.
         threading.Thread(target=self._write, args=arguments, name="checkpoint receiver", daemon=True).start()
 
     def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None:

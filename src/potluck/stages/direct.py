@@ -78,6 +78,7 @@ class GroupChannel:
         self._buffers = Buffers()
         self._sent: list[_UnderWay] = []
         self._here: dict[Label, Tensor] = {}
+        # Readers put tensors here while the stage waits for one; it also wakes where a reader has failed.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._readers: dict[int, _Expected] = {}
@@ -137,6 +138,8 @@ class GroupChannel:
             expected: _Expected = queue.SimpleQueue()
             tensors: _Tensors = queue.SimpleQueue()
             self._readers[peer] = expected
+            # Threads of their own for each peer: one that is late must not delay what others have sent; and headers
+            # are read on while a large tensor is still on its way.
             for read, given in ((self._read_headers, (peer, expected, tensors)), (self._read_tensors, (tensors,))):
                 thread = threading.Thread(target=read, args=given, name=f"tensors from worker {peer}", daemon=True)
                 thread.start()
@@ -156,7 +159,7 @@ class GroupChannel:
                         awaited.append((label, first, self._start_receive(first, peer, label, HEADER)))
                 if awaited:
                     self._on_header(peer, tensors, *awaited.popleft())
-        except Exception as error:
+        except Exception as error:  # raised in receive(): here nobody would hear of it
             self._fail(error)
         finally:
             tensors.put(None)

@@ -65,7 +65,7 @@ class Folder:
                 self._fill(unfinished, writer)
                 _link(unfinished, path) if new else os.replace(unfinished, path)
             except BaseException as error:
-                with suppress(OSError):
+                with suppress(OSError):  # it may not exist yet; and the error that brought us here is the one to tell
                     os.unlink(unfinished)
                 if isinstance(error, FileNotFoundError):  # somebody tidied up between our two steps
                     raise Unreachable(f"{folder} vanished") from None
@@ -82,7 +82,7 @@ class Folder:
 
     def _open_new(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | FOR_US_ALONE
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # the folder is missing, and is made below
             return os.open(path, flags, _MODE)
         # Never the root: a share that is not mounted must not become a folder of this machine's own.
         if not Path(self._root).is_dir():
@@ -95,7 +95,7 @@ class Folder:
         if size < SPARE_BYTES:
             return None
         folder = path.rpartition("/")[0]
-        with suppress(OSError):
+        with suppress(OSError):  # a spare only saves time: without one a new file is written
             for spare in _spares(folder, size):
                 with suppress(FileNotFoundError):  # another thread or worker was faster
                     os.rename(f"{folder}/{spare}", path)
@@ -105,7 +105,7 @@ class Folder:
                         return descriptor
                     os.close(descriptor)
                     os.unlink(path)
-        with suppress(OSError):
+        with suppress(OSError):  # mostly it was never there
             os.unlink(path)
         return None
 
@@ -114,7 +114,7 @@ class Folder:
             for name in names:
                 path = f"{self._root}/{name}"
                 folder = path.rpartition("/")[0]
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # another worker was faster: gone is what we wanted
                     found = os.lstat(path)
                     size = found.st_size
                     if (
@@ -156,13 +156,13 @@ class Folder:
                 return [
                     entry.name for entry in os.scandir(f"{self._root}/{under}") if entry.is_dir(follow_symlinks=False)
                 ]
-            except FileNotFoundError:
+            except FileNotFoundError:  # nothing was put there yet
                 return []
 
     def delete(self, names: Sequence[str]) -> None:
         with self._troubles():
             for name in names:
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # another worker was faster: gone is what we wanted
                     os.unlink(f"{self._root}/{name}")
 
     def tidy(self, run: str) -> None:

@@ -113,7 +113,7 @@ class Background:
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._busy = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # work is started from several threads: else there would be more than `count`
 
     def start(self, work: Callable[[], T]) -> "Future[T]":
         done: Future[T] = Future()
@@ -140,7 +140,7 @@ class Background:
             done, work = taken
             try:
                 done.set_result(work())
-            except BaseException as error:
+            except BaseException as error:  # for whoever waits for the result: here it would end the thread alone
                 done.set_exception(error)
             del taken, done, work  # otherwise a thread without work would hold the last tensor
             with self._lock:

@@ -81,7 +81,7 @@ class _Feeding:
 def _recipe_of(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a script of one's own has no recipe
         return {}
 
 

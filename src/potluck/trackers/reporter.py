@@ -41,12 +41,14 @@ class Reporter:
             stdout=subprocess.PIPE,
             start_new_session=HAS_GROUPS,  # Ctrl-C is for the run, which then says so
         )
+        # Training's thread, the writer and the reader count here; never held while anything is written or said.
         self._changed = threading.Condition()
         self._queue = EventQueue(MOST_WAITING)
         self._heard = self._sent = self._taken = 0
         self._sign_at = time.monotonic()
         self._is_closing = self._is_gone = self._has_failed = self._is_said = False
         self._last_words = ""
+        # Two threads, since either end of a pipe may stand still: a tracker that hangs must not stop training.
         self._writer = threading.Thread(target=self._write, name=f"to {name}", daemon=True)
         self._reader = threading.Thread(target=self._read, name=f"from {name}", daemon=True)
         self._writer.start()
@@ -91,7 +93,7 @@ class Reporter:
                 at, event = told
                 stdin.write(json.dumps(record_of(event, at), default=_as_plain).encode() + b"\n")
                 stdin.flush()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closing writes what is left, to a process that has ended
             stdin.close()
 
     def _next(self) -> tuple[float, Event] | None:

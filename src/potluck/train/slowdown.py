@@ -210,7 +210,7 @@ def _sweep(parent: Path) -> None:
     """Removes what demos that were killed have left. A group with a process in it is not removed by the kernel."""
     for group in parent.glob(f"{NAME}-*-*"):
         if not Path("/proc", group.name.split("-")[2]).exists():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a child of it may live on: the next demo tries again
                 group.rmdir()
 
 
@@ -218,7 +218,7 @@ def _remove(group: Path) -> None:
     """The kernel lets go of a group a moment after its last process is gone."""
 
     def is_gone() -> bool:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # busy still, and tried again until the deadline
             group.rmdir()
         return not group.is_dir()
 
