@@ -10,14 +10,17 @@ import hashlib
 import json
 import math
 import os
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -132,6 +135,11 @@ CASES = [
     Case(name="sync, stopped on 2 ranks and resumed on 3", stop_at=5, world_after=3, optimizer="sgd"),
     quick(name="sync, trainer with EMA", fit=FIT),
     Case(name="sync, trainer with EMA, BatchNorm", fit=FIT, model="norm", world=3),
+    Case(name="sync, trainer with EMA, stopped in an epoch", fit=FIT, stop_at=5),
+    Case(name="sync, BatchNorm, stopped in an epoch", model="norm", stop_at=2),
+    Case(name="sync, fp16, stopped in an epoch", digits="rounded", step=HALF["fp16"], model="steep", stop_at=4),
+    Case(name="sync, wire int8, stopped in an epoch", wire="int8", digits="rounded", stop_at=2),
+    Case(name="sync, Muon and AdamW, stopped in an epoch", optimizer="muon", digits="rounded", stop_at=2),
     # Replicas that are split
     quick(name="FullShard", strategy=FullShard(), step=CLIP),
     quick(name="ShardGradOp", strategy=ShardGradOp(), optimizer="sgd", micro=4),
@@ -153,6 +161,7 @@ CASES = [
     Case(name="ShardGradOp, keeps gradients", strategy=ShardGradOp(keep_gradients=True), micro=4),
     Case(name="ShardGradOp, fp16", strategy=ShardGradOp(), digits="rounded", step=HALF["fp16"], model="steep"),
     Case(name="ShardGradOp, stopped in an epoch", strategy=ShardGradOp(), stop_at=5),
+    Case(name="FullShard, weights 3 1, stopped in an epoch", strategy=THIRDS, stop_at=2),
     Case(name="HybridShard", world=4, strategy=HybridShard(intra_node_size=2), step=CLIP),
     # Replicas that step by themselves
     quick(name="cadence", policy=SHORT, optimizer="sgd", step=CLIP, pace=FAR),
@@ -176,6 +185,8 @@ CASES = [
     Case(name="async, 3 ranks", policy=BRIEF, world=3, optimizer="sgd", micro=2),
     Case(name="async, wire bf16", policy=BRIEF, wire="bf16", digits="rounded"),
     Case(name="async, stopped in an epoch", policy=BRIEF, stop_at=1, world_after=3),
+    Case(name="cadence, moments, stopped in an epoch", policy=Cadence(anchor=2, together=0.0), batch=6, stop_at=1),
+    Case(name="cadence, stream, stopped in an epoch", policy=SHORT, is_stream=True, stop_at=1, pace=FAR),
     # Stages
     quick(name="stages, Pipeline", stages=PIPELINE, step=CLIP),
     quick(name="stages, Direct", stages=Stages(protocol=Direct(), cuts=(2,)), model="drop"),
@@ -248,7 +259,8 @@ def build(case: Case) -> tuple[nn.Module, Any]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(_drawn(parameter.shape, draw) * (0.75 if parameter.dim() == 1 else 0.375))
-    torch.manual_seed(3)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
     if isinstance(model, Gan):
         judge = torch.optim.SGD(model.judge.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
         return model, [judge, torch.optim.AdamW(model.forger.parameters(), lr=0.02)]
@@ -326,7 +338,10 @@ def train(case: Case, folder: str, is_again: bool) -> list[float]:
                 engine=fleet,
                 config=case.fit,
             )
-            trainer.fit()
+            if case.stop_at is not None and not is_again:
+                fleet.after_step.append(lambda: fleet.request_stop() if fleet.step_number == case.stop_at else None)
+            with suppress(Interrupted):
+                trainer.fit(resume=is_again)
         else:
             _loop(case, fleet, model, optimizer, loss_of, f"{folder}/run", is_again=is_again)
         fleet.save(f"{folder}/end")
