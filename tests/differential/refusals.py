@@ -38,6 +38,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     r"strategy\.weights is 0 for every worker that holds stage": ("weights",),
     r"A batch of \d+ does not fit \d+ workers": ("shares",),
     r"The DataLoader gives no batch": ("drop-last",),
+    r"The scheduler OneCycleLR does not go beyond step 40 of the run": ("OneCycleLR",),
     r"fit\.ema follows what each rank's optimizer steps": ("ema",),
     r"(Cadence|Async) averages replicas, and there is only one": ("Cadence", "Async"),
     r"The schedule zero-bubble cuts backwards in two, of which a split stage": ("zero-bubble",),

@@ -331,6 +331,11 @@ FOUND = {
         habits=("penalty",),
         legs=(Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=3))"),),
     ),
+    "a weight that a reentrant checkpoint and the loss use is refused where gradients are split": Case(
+        model="vectors/4/mlp,mlp/reentrant",
+        habits=("l2",),
+        legs=(Leg(world=2, strategy="ShardGradOp()"),),
+    ),
     "an average leaves frozen weights as they are": Case(
         model="vectors/4/mlp,mlp/frozen", habits=("clamp", "ema"), legs=(Leg(world=2, strategy="ShardGradOp()"),)
     ),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from potluck.errors import ConfigError
 from potluck.link.link import Pending
-from potluck.sharding.runs import sparse_gradient
+from potluck.sharding.runs import sparse_gradient, twice_in_one_backward
 
 FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the first sum starts early in the backward."""
@@ -68,10 +68,7 @@ class GradBucket:
         self.take(index)
         if is_last:
             if index not in self.missing:
-                raise ConfigError(
-                    f"{name} got a gradient twice in one backward, as reentrant activation checkpointing does. Use"
-                    " use_reentrant=False."
-                )
+                raise ConfigError(twice_in_one_backward(name))
             self.missing.remove(index)
 
     def complete(self) -> None:

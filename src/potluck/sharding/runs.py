@@ -175,6 +175,13 @@ def sparse_gradient(name: str) -> str:
     )
 
 
+def twice_in_one_backward(name: str) -> str:
+    return (
+        f"{name} got a gradient twice in one backward, as reentrant activation checkpointing does. Use"
+        " use_reentrant=False."
+    )
+
+
 def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:
     """For one optimizer alone: two that split one parameter would each step it."""
     for name, parameter in parameters.items():

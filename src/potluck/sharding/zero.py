@@ -33,6 +33,7 @@ from potluck.sharding.runs import (
     run_of,
     scaling,
     sparse_gradient,
+    twice_in_one_backward,
 )
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.whole_steps import check_can_split
@@ -156,7 +157,7 @@ class ShardedOptimizer(Sharded):
                 self.parameters[index].register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
         for module in model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(self._check_fresh, prepend=True)
+                module.register_forward_pre_hook(self._check_fresh)
         model.register_state_dict_pre_hook(self._check_fresh)  # type: ignore[no-untyped-call]
 
     # A step
@@ -358,6 +359,8 @@ class ShardedOptimizer(Sharded):
             self._check_fresh()
             if parameter.grad.is_sparse:
                 raise ConfigError(sparse_gradient(self._names[id(parameter)]))
+            if index not in bucket.missing and self._is_armed and not self._has_ended:
+                raise ConfigError(twice_in_one_backward(self._names[id(parameter)]))
             if (index not in bucket.missing or self._has_ended) and not self._keeps:
                 self.finish()  # another backward before the step: the first one leaves now
             self._is_summed = False
