@@ -28,7 +28,7 @@ BELOW = {
     "composition": "agree sharding stages",
     "fleet": "agree wire",
     "data": "agree fleet",
-    "page": "agree fleet wire",
+    "page": "agree fleet show wire",
     "save": "agree fleet link sharding stages store",
     "engine": "agree composition data fleet link save sharding show stages store trackers wire",
     # The front; test_border.py says which modules of the core these are. `public` is what `from potluck import` gives.
@@ -98,7 +98,7 @@ PURE = [
     "page/fold.py",
     "page/metrics.py",
     "page/peaks.py",
-    "page/sentences.py",
+    "show/sentences.py",
     "page/series.py",
     "page/view.py",
 ]

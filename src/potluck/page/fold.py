@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Any
 
 from potluck.page.peaks import peak_of
-from potluck.page.sentences import Record, sentence_of
 from potluck.page.series import Cell, Lanes, Point, Series, short
+from potluck.show.sentences import Record, sentence_of
 
 MOST_STORY = 300
 """Sentences that are kept."""

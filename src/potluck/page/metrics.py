@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from potluck.page.fold import Fold
-from potluck.page.sentences import Record
 from potluck.page.view import head_of, rows_of
+from potluck.show.sentences import Record
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from potluck.page.fold import MOST_OF_NAME, MOST_WORKERS, Fold, cut
-from potluck.page.sentences import Record
+from potluck.show.sentences import Record
 
 PIECE_BYTES = 1 << 20
 """At most so much is read at once, so that a long run does not keep those waiting who look."""

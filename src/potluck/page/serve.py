@@ -20,10 +20,10 @@ import uvicorn
 from potluck.page.access import Access
 from potluck.page.connections import BACKLOG, HEAD_S, PageConnection
 from potluck.page.reader import RunReader
-from potluck.page.sentences import Record
 from potluck.page.server import PagePermissions, PageServer
 from potluck.page.settings import PageSettings
 from potluck.page.where import keep_place
+from potluck.show.sentences import Record
 
 NICE = 10
 """How far it gives way: the page may be late, and a step may not."""

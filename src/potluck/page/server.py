@@ -22,8 +22,8 @@ from potluck.fleet.invite import is_right_secret
 from potluck.page.access import HEADERS, Access
 from potluck.page.metrics import CONTENT_TYPE, exposition
 from potluck.page.reader import RunReader
-from potluck.page.sentences import Record
 from potluck.page.view import Viewer
+from potluck.show.sentences import Record
 
 UPDATE_S = 1.0
 """A page hears of what has changed this often at most."""

@@ -21,9 +21,9 @@ from typing import IO, Any
 from potluck.environment import PAGE_POINTER
 from potluck.errors import ConfigError
 from potluck.fleet.invite import Identity
-from potluck.page.sentences import Record
 from potluck.page.settings import PageSettings
 from potluck.page.where import PageAddress, PagePlace, open_place
+from potluck.show.sentences import Record
 from potluck.system import HAS_GROUPS
 from potluck.waiting import wait_until
 from potluck.words import say

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.page.fold import Fold, WorkerRow
-from potluck.page.sentences import Record
 from potluck.page.series import short
+from potluck.show.sentences import Record
 from potluck.words import count
 
 MOST_ROWS = 2000

@@ -13,28 +13,27 @@ from rich.table import Table
 from rich.text import Text
 
 from potluck.events import (
-    CheckpointFailed,
-    CheckpointPassedOver,
     CheckpointSaved,
     Decided,
-    EpochDone,
     Event,
+    Noticed,
+    Ordered,
     RunEnded,
     RunStarted,
-    Stalled,
     StepDone,
     StepSkipped,
     Validated,
-    WentBack,
-    WorkerCame,
     WorkerStep,
-    WorkerWent,
+    record_of,
 )
-from potluck.words import count, duration, plural, size
+from potluck.show.sentences import sentence_of
+from potluck.words import count, duration, plural
 
 LINE_EVERY_S = 5.0
 """Without a terminal, one line at most this often."""
 RECENT_STEPS = 20
+STYLES = {"plain": "cyan", "good": "green", "notice": "yellow", "bad": "red"}
+"""The colour of each tone of a sentence."""
 
 
 class Progress:
@@ -71,48 +70,27 @@ class Progress:
                     self._say_reason()
             case StepSkipped():
                 self._skipped += 1
-                self.say(f"Step {event.step} was skipped on all workers: {event.reason}.", style="yellow")
+                self._say_event(event)
             case Validated():
                 self._validation = event.in_words.replace("validation loss", "validation", 1)
                 if self._live is not None:
                     self._live.update(self._picture())
                 else:
                     self.say(f"step {event.step}: {event.in_words}")
-            case EpochDone():
-                is_right = event.same_weights and event.used == event.total
-                self.say(event.sentence, style="red" if not is_right else "yellow" if event.not_compared else "green")
-            case CheckpointPassedOver():
-                self.say(f"Passed over a checkpoint: {event.reason}", style="yellow")
-            case CheckpointFailed():
-                self.say(f"{event.reason.removesuffix('.')}. Training continues, and it is tried again.", style="red")
-            case CheckpointSaved():
-                if self._live is None:
-                    self.say(f"step {event.step}: saved {event.folder} ({size(event.bytes)})")
-            case WorkerCame():
-                self.say(f"{event.name} joined ({event.kind}); {plural(event.workers, 'worker')} now.", style="cyan")
-            case WorkerWent():
-                again = "; the others compute its part again" if event.owed and event.workers else ""
-                how = f"left ({event.reason})" if event.polite else f"is lost ({event.reason}){again}"
-                self.say(f"{event.name} {how}; {plural(event.workers, 'worker')} now.", style="yellow")
-            case WentBack():
-                lost = event.from_step - event.step
-                again = f"{plural(lost, 'step')} {'is' if lost == 1 else 'are'}"
-                source = (
-                    f"from the checkpoint of step {event.step:,}" if event.step else "from the start: none was saved"
-                )
-                self.say(
-                    f"Nobody has the weights of step {event.from_step:,} any more. The run continues {source}; {again}"
-                    " trained again.",
-                    style="red",
-                )
-            case Stalled():
-                for_s = f" for {event.seconds:.0f} s" if event.seconds else ""
-                then = f"; {event.then}" if event.then else ""
-                self.say(f"Waiting for {event.name}: {event.doing}{for_s}{then}.", style="yellow")
+            case CheckpointSaved() if self._live is not None:
+                pass
+            case Noticed() | Ordered():
+                pass  # whoever emits these says them too
             case RunEnded():
                 if self._live is not None and self._sums:
                     self._live.update(self._picture(of_run=True))
                 self.close()
+            case _:
+                self._say_event(event)
+
+    def _say_event(self, event: Event) -> None:
+        if (told := sentence_of(record_of(event))) is not None:
+            self.say(told.text, style=STYLES[told.tone])
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style))

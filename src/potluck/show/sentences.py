@@ -1,4 +1,4 @@
-"""Events as sentences, for the page's story of a run: what was decided, who came and went, what was saved. Pure."""
+"""Events as sentences, for the terminal and the page: what was decided, who came and went, what was saved. Pure."""
 
 from typing import Any, NamedTuple
 
@@ -29,23 +29,23 @@ def _started(event: Record) -> tuple[str, str]:
 
 def _epoch(event: Record) -> tuple[str, str]:
     is_right = event["same_weights"] and event["used"] == event["total"]
-    return ("good" if is_right else "bad"), str(event["sentence"])
+    return ("bad" if not is_right else "notice" if event.get("not_compared") else "good"), str(event["sentence"])
 
 
 def _went(event: Record) -> tuple[str, str]:
     now = f"{plural(int(event['workers']), 'worker')} now."
     if event["polite"]:
-        return "plain", f"{event['name']} left; {now}"
+        return "plain", f"{event['name']} left ({event['reason']}); {now}"
     again = "the others compute its part again; " if event.get("owed") and event["workers"] else ""
     return "bad", f"{event['name']} is lost ({event['reason']}); {again}{now}"
 
 
 def _went_back(event: Record) -> tuple[str, str]:
     source = f"from the checkpoint of step {event['step']:,}" if event["step"] else "from the start: none was saved"
-    lost = event["from_step"] - event["step"]
+    lost = int(event["from_step"] - event["step"])
     return "bad", (
         f"Nobody has the weights of step {event['from_step']:,} any more. The run continues {source};"
-        f" {plural(int(lost), 'step')} trained again."
+        f" {plural(lost, 'step')} {'is' if lost == 1 else 'are'} trained again."
     )
 
 
@@ -83,11 +83,11 @@ _SENTENCES = {
     "decided": lambda e: ("plain", _sentence(e["reason"])),
     "step_skipped": lambda e: ("notice", f"Step {e['step']:,} was skipped on all workers: {e['reason']}."),
     "epoch_done": _epoch,
-    "checkpoint_saved": lambda e: ("plain", f"Saved step {e['step']:,} ({size(e['bytes'])}) in {e['folder']}."),
+    "checkpoint_saved": lambda e: ("plain", f"Step {e['step']:,}: saved {e['folder']} ({size(e['bytes'])})."),
     "checkpoint_failed": lambda e: ("bad", f"{_sentence(e['reason'])} Training continues, and it is tried again."),
     "checkpoint_passed_over": lambda e: ("notice", f"Passed over a checkpoint: {e['reason']}"),
     "noticed": lambda e: ("notice", e["sentence"]),
-    "worker_came": lambda e: ("plain", f"{e['name']} joined; {plural(int(e['workers']), 'worker')} now."),
+    "worker_came": lambda e: ("plain", f"{e['name']} joined ({e['kind']}); {plural(int(e['workers']), 'worker')} now."),
     "worker_went": _went,
     "recovered": _recovered,
     "went_back": _went_back,
