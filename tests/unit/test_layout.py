@@ -51,6 +51,7 @@ GROUND = {
     "event_queue",
     "events",
     "files",
+    "patches",
     "signals",
     "system",
     "tensor_bytes",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from potluck.errors import ConfigError
 from potluck.link.link import Pending
@@ -108,9 +109,11 @@ class GradBuckets:
         total_bytes = sum(parameter.nbytes for unit in units for parameter in unit)
         limit_bytes = min(BUCKET_BYTES, max(FIRST_BYTES, total_bytes // FINE_PARTS)) if is_fine else BUCKET_BYTES
         self.buckets = [GradBucket(group) for group in group_units(units, limit_bytes)]
+        self._hooks: list[RemovableHandle] = []
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+                hook = self._hook(bucket, index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     @property
     def flats(self) -> list[Tensor]:
@@ -166,6 +169,11 @@ class GradBuckets:
                 self._start_full_buckets()
 
         return on_gradient
+
+    def close(self) -> None:
+        """Gradients are the parameters' own again."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _start_full_buckets(self) -> None:
         # Always in the order of the list: ranks that summed in different orders would add up the wrong tensors.

@@ -200,8 +200,11 @@ class Engine(Handle):
         self._schedule_by(given.scheduled)
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         replica = run.replica = make_replica(run, self.rounds.nodes, model, optimizer, source, loss)
-        replica.on_own_step = self.step
-        optimizer.register_step_pre_hook(sees_nothing(lambda *told: self._call_before_step()))
+        replica.adapter.on_own_step = self.step
+        hook = optimizer.register_step_pre_hook(sees_nothing(lambda *told: self._call_before_step()))
+        replica.on_close.callback(hook.remove)
+        if run.scheduled is not None:
+            replica.on_close.callback(run.scheduled.release)
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
         self._weights_for_looking = self.lifecycle.looking = LookingWeights(replica)
         self.rounds.begin(replica)

@@ -313,6 +313,8 @@ class HostLifecycle:
     def close(self, error: BaseException | None) -> None:
         """Tells the host that this worker has finished; the run ends when all who hold its weights have."""
         self._close(finished=error is None or isinstance(error, Interrupted))
+        if self.run.replica is not None:
+            self.run.replica.close()
 
     def _close_at_exit(self) -> None:
         """A script that ended by an exception has finished nothing: its connection breaks, as if it had been killed."""

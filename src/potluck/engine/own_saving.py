@@ -15,6 +15,7 @@ from torch import nn
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
+from potluck.patches import replace_attribute
 from potluck.save.saves import sharded_of
 from potluck.save.whole_state import is_in_parts
 from potluck.sharding.sharded import Sharded
@@ -80,7 +81,7 @@ class _LoadWhole(_Shadow):
 
     def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         sharded = self._sharded
-        if sharded is not getattr(self._replica, "sharded", None):
+        if sharded is not self._replica.sharded:
             raise ConfigError(
                 "model.load_state_dict() was called on a model that prepare() has cut into stages. Load weights before"
                 " prepare(), or a checkpoint with fleet.load()."
@@ -124,12 +125,14 @@ def shadow_saving(
     replica = run.prepared()
     if callable(getattr(given, "save_pretrained", None)):
         saving = _SavePretrained(given, gather, lambda: rank() == 0)
-        for model in (given, replica.model):
-            vars(model)["save_pretrained"] = saving
+        for model in {given, replica.model}:
+            undo = replace_attribute(model, "save_pretrained", saving)
+            if not is_in_parts(replica):
+                replica.on_close.callback(undo)
     if is_in_parts(replica):
         notice = run.notice if run.speaks else lambda sentence: None
         sharded = sharded_of(replica)
         assert sharded is not None
         for model in {given, replica.model}:
-            vars(model)["state_dict"] = _PartsOfState(model, notice)
-            vars(model)["load_state_dict"] = _LoadWhole(model, replica, sharded)
+            replace_attribute(model, "state_dict", _PartsOfState(model, notice))
+            replace_attribute(model, "load_state_dict", _LoadWhole(model, replica, sharded))

@@ -5,10 +5,9 @@ Knows how a step is computed, and nothing of data, schedules or files.
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from potluck.engine.frozen_base import FrozenBase, plain_tensors
 from potluck.engine.look_sums import LookSums
 from potluck.engine.losses import LossFunction, loss_and_samples
 from potluck.engine.model_checks import check_own_memory, check_same_model
-from potluck.engine.offloaded_optimizer import OffloadedOptimizer
+from potluck.engine.optimizer_adapter import OptimizerAdapter
 from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
 from potluck.engine.single_rows import explain_single_rows
@@ -42,7 +41,6 @@ from potluck.sharding.runs import (
     can_skip,
     held_bytes,
     scaling,
-    sees_nothing,
     state_at,
     step_unless,
     total_norm,
@@ -96,8 +94,6 @@ class Replica:
     """Whether every rank has to run as many backwards as the others."""
     gathers = False
     """Whether they wait for each other in every layer."""
-    takes_groups = True
-    """Whether the optimizer may be given a group later on."""
 
     steps_whole = False
     """Whether what the optimizer keeps of some parameters lies with one of the ranks that split them."""
@@ -147,9 +143,12 @@ class Replica:
         self._place()
         self._same_start()
         self._switch_on()
-        self._take_over(optimizer)
+        model.zero_grad()  # what a backward before prepare() has left would have been dropped before the first step
+        self.outer = OuterState(optimizer, self.names)
+        self.adapter = OptimizerAdapter(optimizer, self._turns, self._takes_group)
+        self.on_close = ExitStack()
+        """Gives other people's objects back as they were: see patches.py."""
         self._buckets: GradBuckets | None = None
-        self._on_host: OffloadedOptimizer | None = None
         self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
         self._frozen: list[nn.Parameter] | None = None
@@ -180,69 +179,8 @@ class Replica:
                 if parameter in state:
                     state[parameter] = state_at(parameter.device, state[parameter], group)
 
-    def _take_over(self, optimizer: Optimizer) -> None:
-        """What a loop of plain PyTorch calls out of habit does no harm, or is refused with what to call instead."""
-        # Each step forgets its gradients by itself: a zero_grad() out of habit would drop those of earlier parts of it.
-        # The zero_grad() that would have dropped what a backward before prepare() has left is done here.
-        self.model.zero_grad()
-        self._is_stepping = False
-        self.on_own_step: Callable[[], Any] = self._check_own_step
-        """What optimizer.step() does in a loop that calls it out of habit."""
-        for each in {optimizer, *each_of(optimizer)}:
-            each.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
-            each.register_step_pre_hook(sees_nothing(lambda *told: self._check_own_step()))
-            each.step = MethodType(self._step_of_habit(each.step), each)  # type: ignore[method-assign]
-        self.outer = OuterState(optimizer, self.names)
-        self._add_group = optimizer.add_param_group
-        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]
-
-    def _step_of_habit(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A method, since schedulers that are made later wrap it as one."""
-
-        def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
-            if self._is_stepping:
-                return plain(*arguments, **options)
-            self._check_turn(optimizer)
-            return self.on_own_step()
-
-        return step
-
-    def _check_turn(self, optimizer: Optimizer) -> None:
-        own = self.optimizer
-        if isinstance(own, TurnOptimizer) and optimizer in own.each and optimizer is not own.each[self._turns.now]:
-            raise ConfigError(
-                f"It is the turn of optimizer {self._turns.now}, and step() of another was called. Each batch of the"
-                " loader comes once for each optimizer, and fleet.turn says whose turn it is: step that one alone."
-            )
-
-    def _check_own_step(self) -> None:
-        if not self._is_stepping:
-            raise ConfigError(
-                "optimizer.step() was called. Call fleet.step() in its place, after fleet.backward(): it steps the"
-                " optimizer once the gradients of all workers are in."
-            )
-
-    @contextmanager
-    def _own_step(self) -> Iterator[None]:
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-
-    def _add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Later than prepare(): of parameters whose gradients we know."""
-        self._add_group(param_group)
-        added = self.optimizer.param_groups[-1]["params"]
-        if not self.takes_groups or any(id(parameter) not in self._trained_ids for parameter in added):
-            self.optimizer.param_groups.pop()
-            raise ConfigError(
-                "add_param_group() was called after prepare() with a parameter that was not trained then, or under a"
-                " strategy that has split the optimizer. Give the model and the optimizer all their parameters before"
-                " prepare(), with requires_grad on; a learning rate of 0 keeps a group as it is until its time."
-            )
-        if self._on_host is not None:
-            self._on_host.take(self.optimizer.param_groups[-1])
+    def _takes_group(self, added: Sequence[nn.Parameter]) -> bool:
+        return self.sharded is None and all(id(parameter) in self._trained_ids for parameter in added)
 
     def _switch_on(self) -> None:
         switch_on(self.model, self.device, self.config)
@@ -277,12 +215,13 @@ class Replica:
         if self.within.world > 1:
             self.prepare_sums()
         if self.config.offload_optimizer:
-            self._on_host = OffloadedOptimizer(self.optimizer, self.names)
+            self.adapter.offload(self.names)
 
     def prepare_sums(self) -> None:
         """Gradients will be summed over other ranks, if not in every step: see step_with()."""
         is_fine = self._form.may_be_coded
         self._buckets = GradBuckets(self.model, find_blocks(self.model), self._start_sum, is_fine=is_fine)
+        self.on_close.callback(self._buckets.close)
 
     def code(self, coding: Coding | None) -> None:
         """How gradients travel from the next step on; none: as they are."""
@@ -347,7 +286,7 @@ class Replica:
 
     def optimizer_writes(self) -> AbstractContextManager[None]:
         """Around anything but a step that changes what the optimizer steps."""
-        return self._on_host.written() if self._on_host is not None else nullcontext()
+        return self.adapter.writes()
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""
@@ -447,16 +386,15 @@ class Replica:
 
     def apply(self, scale: float) -> None:
         """Scales the gradient and steps the optimizer."""
-        with self._own_step(), scaling(self.optimizer, self._gradients(), scale):
-            (self._on_host or self.optimizer).step()
+        with scaling(self.optimizer, self._gradients(), scale):
+            self.adapter.step()
         self.drop()
 
     @property
     def runs_ahead(self) -> bool:
         """Whether apply_unless_bad() can be used: one rank on a GPU, which then need not wait for our decision."""
-        return (
-            self.link.world == 1 and self.device.type == "cuda" and self._on_host is None and can_skip(self.optimizer)
-        )
+        is_alone = self.link.world == 1 and self.device.type == "cuda"
+        return is_alone and not self.adapter.is_offloaded and can_skip(self.optimizer)
 
     @torch.no_grad()
     def apply_unless_bad(self, loss_sum: Tensor, scale: float, clip: float | None) -> tuple[Tensor, Tensor]:
@@ -470,7 +408,7 @@ class Replica:
         factor = mean_norm.new_full((), scale)
         if clip is not None:
             factor = factor * (clip / (mean_norm + 1e-6)).clamp(max=1.0)
-        with self._own_step():
+        with self.adapter.stepping():
             step_unless(self.optimizer, is_bad, factor)
         return norm, is_bad
 
@@ -538,7 +476,11 @@ class Replica:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """This worker leaves the run."""
+        """This worker leaves the run. Model and optimizer are their owner's again, if they are whole here."""
+        if self.sharded is None and self.is_whole:
+            self.drop()
+            self.adapter.release()
+        self.on_close.close()
 
     def _gradients(self) -> list[Tensor]:
         # A flat bucket holds zeros for what nobody used, so the norm over buckets is the norm over gradients.

@@ -36,13 +36,19 @@ class RunScheduler:
         _check_fit(scheduler, optimizer)
         self.scheduler = scheduler
         self._plain_step = type(scheduler).step
-        scheduler.__class__ = _without_steps(type(scheduler))
+        self._plain_class, self._own_class = type(scheduler), _without_steps(type(scheduler))
+        scheduler.__class__ = self._own_class
         self.steps = 0
         """How many times it has been stepped."""
         self._first = self._look()
         self._window: _Look | None = None
         """As it was when the window began that is open."""
         self.save({})  # what it cannot keep is said before anything is trained
+
+    def release(self) -> None:
+        """Its step() is its owner's to call again, unless somebody has changed it since."""
+        if type(self.scheduler) is self._own_class:
+            self.scheduler.__class__ = self._plain_class
 
     def go_to(self, steps: int) -> None:
         """As it is before step number `steps` of the run, counted from 0."""
@@ -142,6 +148,10 @@ class TurnSchedulers:
     def go_to(self, steps: int) -> None:
         for each, own in self._own(steps):
             each.go_to(own)
+
+    def release(self) -> None:
+        for each in self._each.values():
+            each.release()
 
     def begin_window(self) -> None:
         for each in self._each.values():

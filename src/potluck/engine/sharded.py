@@ -41,7 +41,6 @@ def _needs_float32(model: nn.Module) -> bool:
 
 class ShardedReplica(Replica):
     sharded: Sharded
-    takes_groups = False
 
     def __init__(
         self,
@@ -260,7 +259,7 @@ class ShardedReplica(Replica):
         return self.sharded.gradients()
 
     def apply(self, scale: float) -> None:
-        with self._own_step():
+        with self.adapter.stepping():
             self.sharded.step(scale)
         self.sharded.share()
         self._forget_unstepped()

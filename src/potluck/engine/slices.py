@@ -143,7 +143,8 @@ class WholeGradients:
         self._completed = 0
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+                replica.on_close.callback(hook.remove)
 
     def start_work(self) -> None:
         self._used = [False] * len(self._trained)
