@@ -25,6 +25,18 @@ def test_pieces_add_up_to_the_whole(sizes: list[int], cuts: list[int]) -> None:
     assert hash_sums(sums) == digest(parameters)
 
 
+def test_nothing_has_a_digest() -> None:
+    assert digest([]) == hash_sums([]) != digest([torch.zeros(1)]) and quick_digest([]).numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.bfloat16, torch.bool, torch.int8])
+def test_any_type_has_a_digest_also_in_pieces(dtype: torch.dtype) -> None:
+    numbers = torch.randn(3, 1001).to(dtype)
+    pieces = [digest_sums_of_piece(numbers.view(-1)[a:b], a, 3003) for a, b in ((0, 7), (7, 7), (7, 3003))]
+    assert digest([numbers]) == digest([numbers.t().contiguous().t()]) == hash_sums([torch.stack(pieces).sum(dim=0)])
+    assert digest([numbers[0, 0]]) == digest([numbers[0, :1]])
+
+
 def test_where_a_tensor_lies_does_not_matter() -> None:
     whole = torch.randn(3001)
     for start in range(4):

@@ -3,7 +3,6 @@
 Knows how a step is computed, and nothing of data, schedules or files.
 """
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -46,7 +45,6 @@ from potluck.sharding.runs import (
     total_norm,
 )
 from potluck.sharding.united_optimizers import TurnOptimizer, each_of
-from potluck.tensor_bytes import buffer
 
 if TYPE_CHECKING:
     from potluck.engine.run_state import StepTally
@@ -468,12 +466,8 @@ class Replica:
                 self.link.broadcast(tensor)
 
     def fingerprint(self) -> str:
-        """A hash of every parameter's bytes: equal exactly when replicas are."""
-        digest = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
-            if not self.is_base(name):
-                digest.update(buffer(parameter.cpu()))
-        return digest.hexdigest()
+        """The hash of every parameter but the base's: equal exactly when replicas are."""
+        return self.hash_weights({}, ())[0]
 
     def close(self) -> None:
         """This worker leaves the run. Model and optimizer are their owner's again, if they are whole here."""

@@ -1,6 +1,5 @@
 """A replica that is split over ranks: the strategies of sharding/, behind what an engine asks of a replica."""
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -17,7 +16,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from potluck.coded_numbers import Coding
 from potluck.engine.replica import Agreed, Replica
 from potluck.engine.single_rows import find_batch_norm
-from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums
+from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums, join
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums
 from potluck.link.link import Alone, Link, Pending
@@ -26,7 +25,6 @@ from potluck.sharding.runs import FlatRun, Span, total_norm
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.splitting import shard_over
 from potluck.sharding.strategy import ShardingStrategy
-from potluck.tensor_bytes import buffer
 
 
 def _needs_float32(model: nn.Module) -> bool:
@@ -136,7 +134,7 @@ class ShardedReplica(Replica):
             found.setdefault(run.span.name, []).append(run)
         where = next((run.parameter.device for runs in found.values() for run in runs), torch.device("cpu"))
         for name, parameter in self.model.named_parameters():
-            shape, is_here = tuple(parameter.shape), name not in sharded.split and self.within.rank == 0
+            shape, is_here = tuple(parameter.shape), name not in sharded.split and sharded.collectives.rank == 0
             if name not in found and is_here:  # every rank has all of it, and one must be the first
                 found[name] = [FlatRun(parameter, Span(name, shape, 0, parameter.numel()))]
             elif name not in found:
@@ -156,7 +154,7 @@ class ShardedReplica(Replica):
         return hash_sums([found]), found
 
     def quick_digest(self, agreed: Agreed, buffers: Sequence[Tensor]) -> Tensor:
-        held, sums = self.held(), []
+        sharded, held, sums = self.sharded, self.held(), []
         for name, parameter in self.model.named_parameters():
             if self.is_base(name):
                 continue
@@ -167,8 +165,8 @@ class ShardedReplica(Replica):
                 for run in held[name]
             ]
             sums.append(torch.stack(pieces).sum(dim=0).to(self.device))
-        told = torch.cat(sums).cpu()
-        self.link.start_sum(told).wait()
+        told = join(sums).cpu()
+        sharded.collectives.start_sum(told).wait()  # of one replica, of which there may be several
         return torch.cat([told, *(digest_sums(buffer).cpu() for buffer in buffers)])
 
     def before_parts_are_used(self) -> None:
@@ -284,14 +282,3 @@ class ShardedReplica(Replica):
             for tensor in [*(run.parameter.data for run in self.owned()), *self._buffers.now()]:
                 self._across.broadcast(tensor)
             self.on_parts_written()
-
-    def fingerprint(self) -> str:
-        """Of all ranks' parts together: equal exactly when whole replicas are."""
-        digest = hashlib.sha256()
-        self.before_parts_are_used()
-        for run in self.sharded.runs:
-            digest.update(buffer(run.parameter.cpu()))
-        told = self.within.gather_bytes(digest.digest())
-        size = self.sharded.collectives.world
-        first = self.within.rank // size * size
-        return hashlib.sha256(b"".join(told[first : first + size])).hexdigest()

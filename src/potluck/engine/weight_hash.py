@@ -20,17 +20,22 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 def digest_and_quick_digest(tensors: Iterable[Tensor]) -> tuple[str, Tensor]:
     sums = [digest_sums(tensor) for tensor in tensors]
-    return hash_sums(sums), torch.cat([found[:-ROW_WORDS] for found in sums])
+    return hash_sums(sums), join([found[:-ROW_WORDS] for found in sums])
 
 
 @torch.no_grad()
 def quick_digest(tensors: Iterable[Tensor]) -> Tensor:
     """Sums of rows only, computed where the tensors are: quicker than digest(), and sees any single flipped bit."""
-    return torch.cat([_row_sums(tensor) for tensor in tensors])
+    return join([_row_sums(tensor) for tensor in tensors])
 
 
 def hash_sums(sums: Sequence[Tensor]) -> str:
-    return hashlib.blake2b(torch.cat(list(sums)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(join(sums).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def join(sums: Sequence[Tensor]) -> Tensor:
+    """The sums of several tensors end to end; of none, nothing: a stage may have no parameters."""
+    return torch.cat(list(sums)) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 @torch.no_grad()
