@@ -269,9 +269,7 @@ class _Host:
 
     def _port_before(self) -> int:
         """Return the port of the last invite, where no journal tells it: workers will come back there."""
-        with suppress(
-            OSError, ValueError, ConfigError
-        ):  # a new run, or an invite that cannot be read: any port will do
+        with suppress(OSError, ValueError, ConfigError):  # a new run, or an invite that cannot be read
             return Invite.parse((self.folder / "invite").read_text(encoding="utf-8").strip()).port
         return 0
 
