@@ -102,7 +102,8 @@ class _Content:
 
 
 def _sketch(numbers: np.ndarray[Any, np.dtype[np.float64]]) -> list[float]:
-    """Their mean, their size, and a sum in which each has a weight of its own: alike only for like numbers.
+    """Sketch numbers by their mean, their size, and a sum in which each has a weight of its own: alike only for like
+    numbers.
 
     On a scale on which a large number does not hide the small ones beside it.
     """

@@ -195,7 +195,7 @@ class Loader:
 
     @property
     def _next_row(self) -> int:
-        """Where the next pass begins: after the last row of an epoch, with the first of the next."""
+        """Return where the next pass begins: after the last row of an epoch, with the first of the next."""
         return self.position.row if self.position.row < self.rows else 0
 
     def _micro_batches(self, row: int) -> Iterator[MicroBatch]:
@@ -403,7 +403,8 @@ class SliceLoader(Loader):
         return self._batches.read(rows)
 
     def _request(self, micro: MicroBatch, seed: int) -> Request:
-        """Its seed differs from the model's: what the model draws must not depend on which process reads rows."""
+        """Make a request with a seed that differs from the model's: what the model draws must not depend on which
+        process reads rows."""
         return [mix(seed, 1), *self._rows_at(self._order_now(), micro)]
 
     def _order_now(self) -> Tensor:

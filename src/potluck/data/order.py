@@ -19,7 +19,7 @@ from potluck.errors import ConfigError
 from potluck.words import plural
 
 EMPTY = -1
-"""At a place without a row."""
+"""Marks a place without a row."""
 KEPT = 2
 """Epochs whose order is remembered."""
 
@@ -44,7 +44,7 @@ class Order(Protocol):
         """An epoch is about to be read."""
 
     def tell(self, seed: int) -> str:
-        """For a person, and for other workers to compare: in which order rows come."""
+        """Tell in which order rows come: for a person, and for other workers to compare."""
 
     def digest(self, epoch: int, seed: int) -> str:
         """Return the digest of one epoch's order; empty where the seed determines it."""
@@ -72,7 +72,7 @@ class Shuffled:
 
 
 class SamplerOrder:
-    """That which a DataLoader's own sampler gives, as one process that iterates over the DataLoader would see it.
+    """The order that a DataLoader's own sampler gives, as one process that iterates over the DataLoader would see it.
 
     Generators that the loader and its samplers hold are replayed from where they stood at first, and left as they are.
     What a sampler draws from no generator of its own is seeded for each epoch. Batches of many sizes take as many

@@ -1,4 +1,4 @@
-"""Where an epoch is cut: batches into each worker's part, and that into micro-batches. Knows no data."""
+"""Cuts an epoch into batches, a batch into each worker's part, and a part into micro-batches. Knows no data."""
 
 import itertools
 from collections.abc import Sequence
@@ -140,7 +140,7 @@ def even_batches(start: int, end: int, size: int, most: int, *, in_pairs: bool =
 
 
 def _cut_part(start: int, rows: int, size: int, *, in_pairs: bool) -> list[int]:
-    """Where its micro-batches begin, and where the last one ends."""
+    """List where the micro-batches of a part begin, and where the last one ends."""
     end = start + rows
     cuts = [*range(start, end, size), end]
     if in_pairs and rows > size > 2 and cuts[-1] - cuts[-2] == 1:
@@ -155,6 +155,6 @@ class BatchShare:
     shares: tuple[float, ...] = (1.0,)
     rank: int = 0
     in_step: bool = False
-    """It does as many micro-batches as the others, if need be with rows that do not count."""
+    """Whether it does as many micro-batches as the others, if need be with rows that do not count."""
     in_pairs: bool = False
     """None of a single row, where that can be had."""

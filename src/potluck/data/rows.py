@@ -19,7 +19,7 @@ from potluck.errors import ConfigError, PotluckError
 
 @dataclass(frozen=True, slots=True)
 class UnreadableBatch:
-    """In place of a batch that could not be read: a DataLoader would wrap an error into its own stack of frames."""
+    """Stands in for a batch that could not be read: a DataLoader would wrap an error into its own stack of frames."""
 
     sentence: str
 

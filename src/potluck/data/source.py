@@ -39,7 +39,7 @@ class AskedData:
     collate: Collate = None
     fetchers: int = 0
     seed: int = 0
-    """For an order that takes none from elsewhere, and for what a stream draws."""
+    """Seed for an order that takes none from elsewhere, and for what a stream draws."""
     rows: int | None = None
     """How many rows of a stream are an epoch."""
     notice: Callable[[str], None] = lambda sentence: None

@@ -37,7 +37,7 @@ MOST_TURNS = 4
 LOOKED_AT = 8
 """How many of the first rows workers compare before they train."""
 LONG_S = 20.0
-"""After this much counting a person hears how to avoid it."""
+"""Seconds of counting after which a person hears how to avoid it."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class StreamMark:
     """Where a stream stood before one of its rows."""
 
     place: int
-    """Over all epochs."""
+    """Index of the row over all epochs."""
     turn: int
     """Index of the pass over the stream."""
     row: int
@@ -98,7 +98,7 @@ class StreamRows(Dataset[Any]):
         self._randoms: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, which reads by itself."""
+        """Leave out what another process makes for itself: it reads on its own."""
         own: dict[str, Any] = {"notice": str, "_iterator": None, "_recent": OrderedDict(), "_process": -1}
         return self.__dict__ | own
 
@@ -142,7 +142,7 @@ class StreamRows(Dataset[Any]):
         return self._read()
 
     def _go_to(self, place: int) -> None:
-        """To the nearest known place before it."""
+        """Go to the nearest known place before this one."""
         turn = place // self.rows
         near = [
             mark
@@ -350,7 +350,7 @@ def _state_of(stream: Any) -> Any:
 
 
 def _checked_mark(told: Any) -> StreamMark:
-    """From a checkpoint, or from a process that fetches."""
+    """Check a mark from a checkpoint, or from a process that fetches."""
     place, turn, row, content, state = told
     whole = all(isinstance(number, int) and number >= 0 for number in (place, turn, row))
     if not whole or not isinstance(content, list | None) or not isinstance(state, str | None):

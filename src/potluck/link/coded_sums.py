@@ -55,7 +55,7 @@ class CodedSums:
         return self._streams[device]
 
     def others(self) -> list[int]:
-        """From the next rank on, so that not all send to the same one first."""
+        """List the other ranks from the next one on, so that not all send to the same one first."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
 
@@ -131,7 +131,7 @@ class _CodedSum:
         return work
 
     def _on_device(self, work: Callable[[], Tensor]) -> Tensor:
-        """Beside what else the device does, and done when it returns."""
+        """Run the sum on the device, beside what else it does; it is done when this returns."""
         if self._at_start is None:
             return work()
         stream = self._sums.stream(self._tensor.device)

@@ -76,13 +76,13 @@ class Link(Protocol):
         those who are neither, nothing is asked."""
 
     def meet(self, what: str, notice: Callable[[str], None]) -> None:
-        """Until all ranks are here, if that can be seen beside what they do otherwise: so that `what`, a call that all
-        must make, is not taken for another one where only some have made it. They hear of it in a sentence."""
+        """Wait until all ranks are here, if that can be seen beside what they do otherwise: so that `what`, a call that
+        all must make, is not taken for another one where only some have made it. They hear of it in a sentence."""
         return
 
     def within(self, call: str, after_step: int) -> AbstractContextManager[None]:
-        """Within it, what this rank asks of the others belongs to a call that all must make: by that name they see
-        it, if only some of them have made it."""
+        """Note that what this rank asks of the others within belongs to a call that all must make: by that name they
+        see it, if only some of them have made it."""
         return nullcontext()
 
     def note_call(self) -> None:
@@ -318,7 +318,7 @@ class GroupLink(Link):
 
 
 _watch: GroupWatch | None = None
-"""Over the default group of this process."""
+"""Watch over the default group of this process."""
 
 _GONE = re.compile("closed|reset|timed out|timeout|aborted|refused|broken pipe|unreachable", re.IGNORECASE)
 

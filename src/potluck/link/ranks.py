@@ -46,7 +46,7 @@ def ranks_here(gpus: int) -> int:
 
 
 def meet(ranks: int) -> None:
-    """From here on the environment says by what the ranks of this worker meet; those that are missing are started."""
+    """Set the environment by which the ranks of this worker meet; those that are missing are started."""
     place = os.environ.pop(NODE, None)
     if place is not None and RENDEZVOUS not in os.environ:
         os.environ |= Request(Path(place)).ask(ranks)

@@ -25,7 +25,7 @@ Position = dict[str, int]
 EVERYBODY = "all"
 _KEY = re.compile(r"link-[a-z0-9-]+/n(?P<number>\d{12})-from-(?P<rank>\d+)")
 _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
-"""Between two looks at whether the others are past what we have put."""
+"""Seconds between two looks at whether the others are past what we have put: at first, and at most."""
 
 
 class StoreGroup:
@@ -79,7 +79,8 @@ class StoreGroup:
         self._groups.moved()
 
     def was_given(self, number: int) -> bool:
-        """Before we were killed: others may have used it, so we use it too, whatever we would give now."""
+        """Tell whether we had given it before we were killed: others may have used it, so we use it too, whatever we
+        would give now."""
         return number in self._given_before
 
     def give(self, number: int, payload: Callable[[], memoryview], about: bytes) -> "Future[None]":
@@ -221,7 +222,8 @@ class StoreGroups:
             self._changed.set()
 
     def has_left(self, rank: int, group: str, number: int) -> bool:
-        """Without having begun that operation. With `keeps` it may come back, and is waited for."""
+        """Tell whether a worker has ended without having begun that operation. With `keeps` it may come back, and is
+        waited for."""
         if self._keeps:
             return False
         mark = self._mark_of(rank)
@@ -285,7 +287,7 @@ class StoreGroups:
             group.forget(min(told[rank].get(name, 0) for rank in group.members))
 
     def _clear_if_last(self) -> None:
-        """Once all have ended, and none can ever ask for anything again."""
+        """Clear the store once all have ended, and none can ever ask for anything again."""
         marks = [self._mark_of(rank) for rank in self._ranks]
         if not all(mark["ended"] and mark["floors"] == mark["next"] for mark in marks):
             return

@@ -200,7 +200,8 @@ class Log:
 
 
 class DeferredStoreLink:
-    """To a StoreLink that is made once the store is ours; its parts are made then, in the order they were asked for."""
+    """Links to a StoreLink that is made once the store is ours; its parts are made then, in the order they were asked
+    for."""
 
     def __init__(self) -> None:
         self._links: list[StoreLink] = []

@@ -29,7 +29,7 @@ STEP = "fleet.step()"
 END = "the end of its script"
 LOOK_S = 1.0
 QUIET_S = 2.0
-"""After how long in one call a rank tells the others where it is, and compares."""
+"""Seconds in one call after which a rank tells the others where it is, and compares."""
 WAITING_S = 10.0
 """How long a call may wait for other ranks before a person hears of it."""
 RUNS = 16
@@ -45,7 +45,7 @@ class Whereabouts(NamedTuple):
     made: int
     """Collective calls that it has begun."""
     runs: Sequence[tuple[int, str]]
-    """Within which call of the person's script they were: from which number on, and its name. The last ones."""
+    """The last calls of the person's script in which they were: from which number on, and its name."""
     after_step: int
     place: str
     """The line of the script where it is; empty if that is not known."""
@@ -207,7 +207,7 @@ class GroupWatch:
         return here
 
     def _tell_here(self) -> Whereabouts:
-        """In the main thread."""
+        """Tell where this rank is; call it in the main thread."""
         return self.tell(_place(sys._getframe()), waits=True)
 
     def _others(self) -> dict[int, Whereabouts]:
@@ -252,7 +252,7 @@ class GroupWatch:
                 self.tell()
 
     def close_at_exit(self) -> None:
-        """For a script that closes nothing. One that failed says so itself."""
+        """Close for a script that closes nothing. One that failed says so itself."""
         self.close(is_well=getattr(sys, "last_value", None) is None)
 
     def _key(self, rank: int) -> str:

@@ -76,7 +76,7 @@ class WatchedParameter(nn.Parameter):
 
 @dataclass(frozen=True, slots=True)
 class SplitPlace:
-    """Where a module has a split parameter, and what we put there."""
+    """The place where a module has a split parameter, and what we put there."""
 
     module: nn.Module
     attribute: str
@@ -93,7 +93,8 @@ class SplitPlace:
 
 
 def refuse_replacements(module: nn.Module, places: Sequence[SplitPlace]) -> None:
-    """Before each forward of a module, which gathers these places."""
+    """Check these places before each forward of the module, which gathers them: nobody may have replaced a
+    parameter."""
 
     def check(module: nn.Module, args: Any) -> None:
         for place in places:

@@ -27,14 +27,14 @@ class Pending(Protocol):
 
 
 class Done:
-    """It has ended already."""
+    """Work that has ended already."""
 
     def wait(self) -> None:
         pass
 
 
 class Collectives:
-    """Over a process group, or over nobody."""
+    """Collectives over a process group, or over nobody."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         is_alone = not dist.is_available() or not dist.is_initialized()
@@ -45,7 +45,7 @@ class Collectives:
         """How gradients travel to their owners; none: as they are."""
 
     def start_reduce(self, tensor: Tensor, to: int) -> Pending:
-        """On rank `to` of the group, `tensor` becomes the sum; on the others it is of no use afterwards."""
+        """Begin to sum `tensor` on rank `to` of the group; on the others it is of no use afterwards."""
         if self.coding is not None and self.world > 1:
             return _CodedReduction(self, self.coding, tensor, to)
         return self._start(dist.reduce, tensor, group_dst=to)
@@ -112,7 +112,7 @@ class GlooCollectives:
         self.reduce = _Reduce(over)
 
     def arm(self, *, waits: bool) -> None:
-        """Before each backward. `waits`: a reduction is over when it returns, because what it gives is added to."""
+        """Prepare for a backward. `waits`: a reduction is over when it returns, because what it gives is added to."""
         self.reduce.waits = waits
 
     def finish(self) -> None:
@@ -130,7 +130,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def sum_gradients(module: FSDPModule) -> None:
-    """Over the ranks, instead of their mean."""
+    """Sum gradients over the ranks, instead of taking their mean."""
     module.set_force_sum_reduction_for_comms(True)
     module.set_gradient_divide_factor(1.0)
 
@@ -155,7 +155,8 @@ class _Together(dist.Work):
 
 
 class _Gather(_Allocating, AllGather):
-    """From each owner to all. Always under way when it returns: fully_shard waits where it needs the parameters."""
+    """Gathers from each owner to all. Always under way when it returns: fully_shard waits where it needs the
+    parameters."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -171,7 +172,8 @@ class _Gather(_Allocating, AllGather):
 
 
 def _through_host(over: Collectives, output: Tensor, own: Tensor) -> None:
-    """From each owner to all GPUs: Gloo's own way there is not safe on streams other than the default one."""
+    """Gather from each owner to all GPUs through host memory: Gloo's own way there is not safe on streams other than
+    the default one."""
     pieces = torch.empty(output.shape, dtype=output.dtype).view(over.world, -1)
     pieces[over.rank].copy_(own)
     for work in [over.start_broadcast(piece, owner) for owner, piece in enumerate(pieces)]:
@@ -180,7 +182,7 @@ def _through_host(over: Collectives, output: Tensor, own: Tensor) -> None:
 
 
 class _Reduce(_Allocating, ReduceScatter):
-    """To each owner from all."""
+    """Reduces from all ranks to each owner."""
 
     def __init__(self, ranks: Collectives) -> None:
         self._ranks = ranks

@@ -37,7 +37,7 @@ from potluck.sharding.split_parameter import mark_split, refuse_copy
 from potluck.sharding.whole_steps import check_can_split
 
 AS_DTENSORS = torch._C.DisableTorchFunctionSubclass
-"""Without what split_parameter.py says of a loop's uses, which takes time for each attribute."""
+"""Turns off what split_parameter.py says of a loop's uses, which takes time for each attribute."""
 IN_USE = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
 
@@ -139,7 +139,7 @@ class FullyShardedUnits:
         then()
 
     def take_part(self) -> None:
-        """In a backward for which this rank has nothing that autograd could run."""
+        """Take part in a backward for which this rank has nothing that autograd could run."""
         self._end_backward()
         self._end()
 
@@ -158,7 +158,7 @@ class FullyShardedUnits:
 
     @torch.no_grad()
     def announce(self, *, last: bool) -> None:
-        """Before a backward of the step."""
+        """Announce a backward of the step."""
         self.has_ended, self.lasts.last = False, last
         # Another backward may have come since this one's forward, and let go of the root, of which a loss may have
         # used something by itself: every rank gathers it again, also one that has no backward of its own.

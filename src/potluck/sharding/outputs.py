@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 MOST_OBJECTS = 10_000
-"""That are looked into: one that leads to all of a program is as good as closed."""
+"""The most objects that are looked into: one that leads to all of a program is as good as closed."""
 NOT_OURS = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 

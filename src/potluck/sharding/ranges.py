@@ -17,7 +17,7 @@ from potluck.sharding.stored import TensorFiles
 from potluck.tensor_bytes import buffer
 
 BLOCK_BYTES = 16 << 20
-"""On its way to a device, this much is in host memory at once."""
+"""Bytes that are in host memory at once on their way to a device."""
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,

@@ -44,7 +44,7 @@ state."""
 SMALLEST = 1e-37
 """Smallest scale that float32 holds with all of its digits, as it does its inverse."""
 _MARK = "_sharded_by"
-"""On a parameter: what has split it."""
+"""Attribute of a parameter: what has split it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,8 @@ def step_unless(optimizer: Optimizer, is_bad: Tensor, factor: Tensor) -> None:
 
 @contextmanager
 def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> Iterator[None]:
-    """Within it, steps are on the gradients times `scale`; one that is fused does that in the same pass over them."""
+    """Step on the gradients times `scale` within this context; a fused optimizer does that in the same pass over
+    them."""
     if scale == 1.0 or not gradients:
         yield
     elif _scales_by_itself(optimizer, gradients, scale):
@@ -158,7 +159,8 @@ def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> 
 
 
 def _scales_by_itself(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> bool:
-    """It takes the scale in 32 bits, which is too few for gradients of 64."""
+    """Tell whether the optimizer scales by itself: it takes the scale in 32 bits, which is too few for gradients of
+    64."""
     return (
         getattr(optimizer, "_step_supports_amp_scaling", False)
         and not _reads_gradients(optimizer)
@@ -183,7 +185,7 @@ def twice_in_one_backward(name: str) -> str:
 
 
 def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:
-    """For one optimizer alone: two that split one parameter would each step it."""
+    """Claim parameters for one optimizer alone: two that split one parameter would each step it."""
     for name, parameter in parameters.items():
         other = getattr(parameter, _MARK, None)
         if other is not None and other() is not None:
@@ -195,7 +197,7 @@ def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:
 
 
 def homes(optimizer: Optimizer) -> dict[int, int]:
-    """By a parameter's id: the number of its group."""
+    """Map each parameter's id to the number of its group."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 

@@ -31,7 +31,7 @@ class SplitRequest:
     mean: bool = True
     """Gradients are averaged over the ranks, and not summed."""
     bf16: bool = False
-    """To compute in."""
+    """Compute in bf16."""
     offload: bool = False
     """Each rank steps its part in host memory, and has its optimizer's state there."""
     group: dist.ProcessGroup | None = None
@@ -87,8 +87,8 @@ class Sharded:
         return [*self.runs, *(self.whole_steps.owned if self.whole_steps is not None else ())]
 
     def _point(self, numbered: Sequence[tuple[int, FlatRun]], whole: Mapping[str, nn.Parameter]) -> None:
-        """Its optimizer's groups hold these runs, each with the number of its group; or, of parameters that are stepped
-        whole, those that this rank owns. `whole`: by name, as they were."""
+        """Let the optimizer's groups hold these runs, each with the number of its group; or, of parameters that are
+        stepped whole, those that this rank owns. `whole`: by name, as they were."""
         self._check_hooks()
         names = names_stepped_whole(self.optimizer, self.group_names)
         if not names:
@@ -113,7 +113,7 @@ class Sharded:
         return first_names
 
     def code(self, coding: Coding | None) -> None:
-        """From the next backward on: how gradients travel to their owners; none: as they are."""
+        """Set how gradients travel to their owners from the next backward on; none: as they are."""
         self.collectives.coding = coding
 
     @contextmanager
@@ -129,16 +129,16 @@ class Sharded:
             self.share()
 
     def arm(self, *, last: bool) -> None:
-        """Before each backward. `last`: the step comes after it."""
+        """Prepare for a backward. `last`: the step comes after it."""
 
     def end_backward(self) -> None:
-        """After each backward, and in place of one that has no samples: what the other ranks still wait for."""
+        """Finish a backward, or stand in for one that has no samples: do what the other ranks still wait for."""
 
     def start_sums(self) -> None:
-        """After the step's last backward: begins what it has not begun."""
+        """Begin the sums that the step's last backward has not begun."""
 
     def finish(self) -> None:
-        """Until this rank's runs have their whole gradients."""
+        """Wait until this rank's runs have their whole gradients."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -196,12 +196,12 @@ class Sharded:
         raise NotImplementedError
 
     def take_in(self) -> None:
-        """Before this rank's runs are read or written, other than by step(): what a loop has written into the model's
-        parameters is in them."""
+        """Copy into this rank's runs what a loop has written into the model's parameters: before they are read or
+        written other than by step()."""
 
     def share(self) -> None:
-        """After step(), or when this rank's runs were written: sends new parameters to where they are kept whole, and
-        returns when they are there."""
+        """Send new parameters to where they are kept whole, after step() or when this rank's runs were written; returns
+        when they are there."""
 
     @property
     def has_unused(self) -> bool:

@@ -116,7 +116,7 @@ def _world() -> int:
 def _mesh_over(
     device: torch.device, group: dist.ProcessGroup | None, nodes: dist.ProcessGroup | None, shape: tuple[int, ...]
 ) -> DeviceMesh:
-    """Over groups that are there: making a mesh makes groups, and other ranks may be making another mesh."""
+    """Make a mesh over groups that exist: making a mesh makes groups, and other ranks may be making another mesh."""
     if group is None:
         return _mesh(device, shape)
     if nodes is None:
@@ -154,5 +154,5 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _device() -> torch.device:
-    """Where the model is to live: this rank's GPU, if there is any."""
+    """Choose the device where the model is to live: this rank's GPU, if there is any."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

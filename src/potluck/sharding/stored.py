@@ -27,7 +27,7 @@ NOTES = "potluck"
 MOST_HEADER_BYTES = 1 << 30
 
 Spans = dict[str, tuple[str, tuple[int, ...], int, int]]
-"""By a piece's key: name and shape of its tensor, and start and end of its numbers."""
+"""Name and shape of a piece's tensor, and start and end of its numbers, by the piece's key."""
 
 
 def piece_key(name: str, start: int, end: int) -> str:
@@ -39,7 +39,7 @@ class Piece:
     start: int
     end: int
     file: int
-    """Its number among the files."""
+    """Index of its file."""
     offset: int
     """Offset of its first byte in the file."""
 
@@ -52,7 +52,7 @@ class Stored:
     dtype: str
     """The dtype's name in the file, such as F32."""
     pieces: list[Piece] = field(default_factory=list)
-    """By their start; some may hold the same numbers."""
+    """The tensor's pieces, by their start; some may hold the same numbers."""
 
     @property
     def size(self) -> int:

@@ -42,7 +42,7 @@ from potluck.sharding.whole_steps import check_can_split
 MOST_ON_THEIR_WAY = 1
 """Sums of gradients: further ones wait for it. One lasts as long as a block's backward, and costs a block's memory."""
 UNSTEPPED = -1
-"""In place of a group's number: of trained parameters that the optimizer does not hold."""
+"""Stands for a group's number, for trained parameters that the optimizer does not hold."""
 
 
 class UnevenShards(Sharded):
@@ -167,7 +167,7 @@ class UnevenShards(Sharded):
         return wanted.sum_over(nodes.group) if wanted.sum_over is not None else lambda part: _wait(nodes, part)
 
     def _members(self) -> dict[int, FlatParamMember]:
-        """By a parameter's id, so that a tied one is there once."""
+        """Return the members by their parameter's id, so that a tied one is there once."""
         home = homes(self.optimizer)
         members = {}
         for name, parameter in self.model.named_parameters():

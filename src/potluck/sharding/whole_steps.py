@@ -55,7 +55,7 @@ class WholeSteps:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Before the optimizer's step. What no rank has a gradient of is left alone."""
+        """Gather gradients before the optimizer's step. A parameter for which no rank has one is left alone."""
         has_gradient = self._look()
         for index, bundle in enumerate(self._bundles):
             gradients = self._collect(bundle, is_gradient=True)
@@ -71,7 +71,7 @@ class WholeSteps:
 
     @torch.no_grad()
     def scatter(self) -> None:
-        """After it: each rank takes back its part."""
+        """Take back each rank's part after the optimizer's step."""
         for index, bundle in enumerate(self._bundles):
             numbers = self._flats.pop(index, None)
             if numbers is None:
@@ -90,7 +90,7 @@ class WholeSteps:
         return dict(zip(self._runs, told.bool().tolist(), strict=True))
 
     def _collect(self, bundle: _Bundle, *, is_gradient: bool) -> Tensor:
-        """On its owner, all ranks' parts: each number is one rank's, and the others add zeros."""
+        """Collect all ranks' parts on their owner: each number is one rank's, and the others add zeros."""
         flat = torch.zeros(bundle.size, dtype=bundle.dtype, device=self._device)
         for run, place in self._places(bundle):
             numbers = run.parameter.grad if is_gradient else run.parameter.detach()

@@ -167,7 +167,7 @@ class ShardedOptimizer(Sharded):
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Its buckets leave, filled or not: else ranks would differ in how many backwards a bucket holds."""
+        """Send this backward's buckets, filled or not: else ranks would differ in how many backwards a bucket holds."""
         if self._keeps or not self._is_armed:
             return
         if self._has_ended:  # an earlier backward has left, and this one has brought nothing
@@ -188,7 +188,7 @@ class ShardedOptimizer(Sharded):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Until this rank's range holds its whole gradient; parameters that were not used count as zeros."""
+        """Wait until this rank's range holds its whole gradient; parameters that were not used count as zeros."""
         self.start_sums()
         while self._on_their_way:
             self._take_in(self._on_their_way[0])
@@ -300,7 +300,7 @@ class ShardedOptimizer(Sharded):
 
     @torch.no_grad()
     def _flatten(self, shares: Sequence[float]) -> list[_Flat]:
-        """In the order in which the model has a first parameter of each type."""
+        """Lay parameters flat by type, in the order in which the model has a first parameter of each."""
         kinds: dict[torch.dtype, dict[int, nn.Parameter]] = {}
         for index, parameter in enumerate(self.parameters):
             kinds.setdefault(parameter.dtype, {})[index] = parameter
@@ -314,7 +314,7 @@ class ShardedOptimizer(Sharded):
         return flats
 
     def _point_optimizer(self) -> None:
-        """Its groups hold what this rank's range has of each parameter, instead of the parameters."""
+        """Let the optimizer's groups hold what this rank's range has of each parameter, instead of the parameters."""
         home, numbered = homes(self.optimizer), []
         self._run_gradients: list[Tensor] = []
         for index, whole in enumerate(self.parameters):
@@ -330,7 +330,7 @@ class ShardedOptimizer(Sharded):
         self._point(numbered, {self._names[id(p)]: p for p in self.parameters})
 
     def _plan_buckets(self) -> list[_Bucket]:
-        """From the last parameters to the first, as the backward gives their gradients."""
+        """Plan buckets from the last parameters to the first, as the backward gives their gradients."""
         buckets: list[_Bucket] = []
         filling: dict[_Flat, _Bucket] = {}
         for index in reversed(range(len(self.parameters))):
@@ -420,7 +420,7 @@ class ShardedOptimizer(Sharded):
         self._on_their_way.append(bucket)
 
     def _take_in(self, bucket: _Bucket) -> None:
-        """Its own part of a bucket that has arrived; the rest is forgotten."""
+        """Take this rank's part of a bucket that has arrived; the rest is forgotten."""
         assert bucket.gradient is not None
         self._on_their_way.remove(bucket)
         for pending in bucket.pending:

@@ -158,7 +158,7 @@ def copies(seats: dict[str, BufferSlot]) -> dict[str, Tensor | None]:
 
 
 def differing(one: dict[str, Tensor | None], other: dict[str, Tensor | None], near: float = 0.0) -> set[str]:
-    """By name. Numbers that are not finite are equal to themselves."""
+    """Name the buffers that differ. Numbers that are not finite are equal to themselves."""
     return {name for name, tensor in one.items() if not _is_same(tensor, other[name], near)}
 
 

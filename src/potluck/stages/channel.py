@@ -49,10 +49,10 @@ class Channel(Protocol):
         """Begins to send. Nobody changes the tensor until flush() has returned."""
 
     def receive(self, label: Label) -> Tensor:
-        """On the channel's device. Waits for it; WorkerLost names what is awaited, and from whom."""
+        """Wait for a tensor, and return it on the channel's device. WorkerLost names what is awaited, and from whom."""
 
     def flush(self) -> None:
-        """Until all that was sent is out of our hands."""
+        """Wait until all that was sent is out of our hands."""
 
     def close(self) -> None: ...
 

@@ -29,9 +29,9 @@ HEADER_BYTES = 256
 SMALL_BYTES = 1 << 18
 """A tensor that is no larger comes with its header."""
 FIRST = Header(torch.uint8, (HEADER_BYTES + SMALL_BYTES,))
-"""Where a message that begins with a header is received: Gloo takes one that is shorter too."""
+"""Form of the memory in which a message that begins with a header is received: Gloo takes a shorter one too."""
 AHEAD = 8
-"""Such messages that are awaited at once, from one peer."""
+"""How many such messages are awaited at once, from one peer."""
 TENSOR, HEADER = 0, 1
 """Tags: headers are awaited ahead of the tensors that are under way."""
 CLOSE_S = 1.0
@@ -67,7 +67,8 @@ def unpack(data: bytes, label: Label) -> Header:
 
 
 class GroupChannel:
-    """Among the workers of one pipeline, who are the ranks of `group`. Stage s is with worker s % workers."""
+    """Carries tensors among the workers of one pipeline, who are the ranks of `group`. Stage s is with worker s %
+    workers."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, rank: int, workers: int) -> None:
         """`rank`: ours in the group. One worker alone needs no group."""

@@ -121,7 +121,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """In tuples, lists, dicts and dataclasses, however deep; in the order of describe()."""
+    """List the tensors in tuples, lists, dicts and dataclasses, however deep; in the order of describe()."""
     if isinstance(value, Tensor):
         return [value]
     if (found := fields_of(value)) is not None:
@@ -134,7 +134,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def all_tensors(value: Any) -> list[Tensor]:
-    """Also in whatever else torch knows to take apart, such as what models of Hugging Face return."""
+    """List all tensors, also in whatever else torch knows to take apart, such as what models of Hugging Face return."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -251,7 +251,7 @@ class OpListener(TorchFunctionMode):
 
 
 def _line() -> str:
-    """Where the operation stands in the code of the model: forward+3 is the third line of forward's body.
+    """Name the operation's place in the code of the model: forward+3 is the third line of forward's body.
 
     With its offset in the compiled code, since a line may have several of a name.
     """

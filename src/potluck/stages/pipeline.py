@@ -29,7 +29,7 @@ class StageCompute(Protocol):
 
 @dataclass(slots=True)
 class Times:
-    """Where the time of a step went."""
+    """Seconds that a step spent on each kind of work."""
 
     busy_s: float = 0.0
     wait_s: float = 0.0

@@ -190,7 +190,7 @@ def _count(held: Iterable[list[nn.Parameter]]) -> int:
 
 
 def _having(held: dict[str, list[nn.Parameter]]) -> dict[int, list[str]]:
-    """By a parameter's id, who has it."""
+    """Map each parameter's id to the names that have it."""
     owners: dict[int, list[str]] = {}
     for name, parameters in held.items():
         for parameter in parameters:
@@ -283,7 +283,7 @@ def measure(
 def _measure_layer(
     stage: CutStage, loss_of: LossOf, batch: Any, activation: Activation, repeats: int, at_least_s: float
 ) -> tuple[Any, list[float], int]:
-    """Its result, the seconds of each forward and backward, and the bytes it keeps in between."""
+    """Return a layer's result, the seconds of each forward and backward, and the bytes it keeps in between."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*stage.model.parameters(), *stage.model.buffers())}
     own |= {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)}
     kept: dict[int, int] = {}

@@ -42,7 +42,7 @@ def per_worker(schedule: Schedule) -> int:
 
 @cache
 def plan_orders(schedule: Schedule, workers: int, micros: int) -> tuple[Order, ...]:
-    """For each worker what it does, in order. Any number of micro-batches of at least 1."""
+    """List what each worker does, in order. Any number of micro-batches of at least 1."""
     if schedule not in get_args(Schedule):
         raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}, not {schedule!r}")
     if workers < 1 or micros < 1:

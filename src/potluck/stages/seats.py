@@ -139,7 +139,8 @@ class Pass:
         return self._hand_on(crossing, output)
 
     def _leave(self, crossing: Crossing) -> None:
-        """At once, or when the next layer begins: until then the model may change buffers, which both stages have."""
+        """Leave the stage: at once, or when the next layer begins. Until then the model may change buffers, which both
+        stages have."""
         if missing := [each for each in self.carries if each not in self.arrivals and each[0] not in self._own]:
             raise ConfigError(f"{_LEFT_OUT} It was layer {missing[0][0]} of the plan.")
         with self.listener.closed():  # not what the model has of what arrived, on which it may have put hooks
@@ -262,7 +263,7 @@ class LayerSlot:
     now: Pass
     place: int
     takes: Form | None
-    """Its arguments that are received."""
+    """Form of its arguments that are received."""
     crossing: Crossing
 
     def run(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -359,7 +360,7 @@ def _variant(what: str, kind: type[nn.Module], methods: dict[str, Any]) -> type[
 
 
 class StandIn(nn.Module):
-    """In the place of a module that this stage does not have: without its parameters, but with its attributes."""
+    """Stands in for a module that this stage does not have: without its parameters, but with its attributes."""
 
     stands_in = True
 
@@ -409,7 +410,7 @@ class Outlined(StandIn):
 
 
 class AbsentLayer(Outlined):
-    """In the place of a link of the chain."""
+    """Stands in for a link of the chain."""
 
     def __init__(
         self,
@@ -450,7 +451,7 @@ class AbsentLayer(Outlined):
 
 
 class AbsentPart(Outlined):
-    """In the place of a module around the chain: gives zeros, which are thrown away at the door."""
+    """Stands in for a module around the chain: gives zeros, which are thrown away at the door."""
 
     def __init__(self, original: nn.Module, now: Pass, name: str) -> None:
         super().__init__(original, now)

@@ -68,7 +68,7 @@ class Ties:
         return part.norm_of([name for name in self._holders if not self.is_first_of[name]])
 
     def _sum(self, name: str, own: Tensor, channel: Channel, labels: dict[tuple[str, int, int], Label]) -> Tensor:
-        """In the order of stages, on every one of them."""
+        """Sum in the order of stages, on every one of them."""
         total: Tensor | None = None
         for other in self._holders[name]:
             term = own if other == self._place else channel.receive(labels[name, other, self._place])

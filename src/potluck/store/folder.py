@@ -217,7 +217,7 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _spares(folder: str, size: int | None = None) -> list[str]:
-    """They look like unfinished files, so they are cleared together with a folder."""
+    """List the spare files. They look like unfinished ones, so they are cleared together with a folder."""
     start = _SPARE if size is None else f"{_SPARE}{size}~"
     return [name for name in os.listdir(folder) if name.startswith(start)]
 

@@ -38,14 +38,14 @@ class Head:
     """Where the object belongs: run and generation included, so that one in another's place is found out."""
     generation: int
     about: bytes
-    """For the reader of the payload."""
+    """Bytes for the reader of the payload."""
     payload_bytes: int
     checksum: bytes
     raw: bytes
 
     @staticmethod
     def read(raw: bytes, object_bytes: int) -> "Head":
-        """From bytes that came from outside; nothing that they say is believed before it is checked."""
+        """Read a head from bytes that came from outside; nothing that they say is believed before it is checked."""
         if len(raw) < HEAD_BYTES:
             raise Damaged(f"it has only {len(raw)} bytes")
         magic, version, name_bytes, about_bytes, generation, payload_bytes, checksum = _FIXED.unpack_from(raw)
@@ -62,7 +62,7 @@ class Head:
         return Head(name, generation, about, payload_bytes, checksum, bytes(raw))
 
     def digest(self) -> xxhash.xxh3_128:
-        """For the reader of the payload, to be fed with it and then compared."""
+        """Begin the digest, which the reader of the payload feeds with it and then compares."""
         return _digest(self.raw)
 
     def check(self, digest: xxhash.xxh3_128) -> None:
@@ -114,7 +114,7 @@ class Exists(Exception):
 
 
 class Unreachable(Exception):
-    """For now: worth another try. Its text says why."""
+    """The place cannot be reached for now: worth another try. Its text says why."""
 
 
 class Source(Protocol):
@@ -131,10 +131,10 @@ class Place(Protocol):
 
     first_pause_s: float
     longest_pause_s: float
-    """Between two looks at what is not there yet."""
+    """Seconds between two looks at what is not there yet: at first, and at most."""
 
     def check(self) -> None:
-        """That the place exists and lets us in."""
+        """Check that the place exists and lets us in."""
 
     def write(self, name: str, writer: ObjectWriter, *, new: bool = False) -> None:
         """All of it appears at once, or nothing. `new`: Exists if there was something; not every server can tell."""

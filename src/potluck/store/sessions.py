@@ -30,7 +30,7 @@ _MOST_GETS = 256
 
 
 class StoreSession:
-    """It makes the store its own, and closes it. An error in the background is raised by the next call of the owner."""
+    """Makes a store its own, and closes it. An error in the background is raised by the next call of the owner."""
 
     def __init__(self, store: Store, place: str, who: str, *, in_flight: int = IN_FLIGHT) -> None:
         self.store = store
@@ -46,7 +46,7 @@ class StoreSession:
         return self._watched(self._puts.start(work))
 
     def start_get(self, work: Callable[[], T]) -> "Future[T]":
-        """Its error is raised where it is waited for."""
+        """Begin to get an object. An error is raised where the result is waited for."""
         return self._gets.start(work)
 
     def start_clear(self, work: Callable[[], None]) -> None:
@@ -54,10 +54,8 @@ class StoreSession:
         self._watched(self._clears.start(work))
 
     def wait(self, done: "Future[T]", lost: Callable[[], str], look: Callable[[], None] | None = None) -> T:
-        """Its result. WorkerLost, with that sentence, once our patience is at its end.
-
-        Meanwhile asks whether our place is still ours, and `look`s.
-        """
+        """Wait for a result and return it. WorkerLost, with that sentence, once our patience is at its end. Meanwhile
+        asks whether our place is still ours, and `look`s."""
         deadline = time.monotonic() + self.store.patience_s
         while not done.done():
             left_s = deadline - time.monotonic()

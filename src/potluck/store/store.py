@@ -81,7 +81,7 @@ class Store:
         )
 
     def wait_for(self, key: str, room: Room, awaited: str, *, patience_s: float | None = None) -> None:
-        """Until it is there. WorkerLost names what is awaited."""
+        """Wait until an object is there. WorkerLost names what is awaited."""
         limit_s = self.patience_s if patience_s is None else patience_s
         patience = Patience(self._place, self._stop)
         while not self.get(key, room):

@@ -51,7 +51,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.complex64,
     torch.complex128,
 )
-"""In the order in which headers count them: only ever add at the end."""
+"""Dtypes in the order in which headers count them: only ever add at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Header:
 
     @staticmethod
     def read(code: int, shape: Sequence[int], label: object) -> "Header":
-        """From numbers that came from outside."""
+        """Make a header from numbers that came from outside."""
         if not 0 <= code < len(DTYPES):
             raise TheirProtocolError(f"The {label} has a type of number {code}, which we do not know.")
         if len(shape) > MAX_DIMENSIONS or any(not 0 <= size <= LIMIT_BYTES for size in shape):
@@ -90,5 +90,5 @@ class Header:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """In host memory."""
+        """Allocate the tensor in host memory."""
         return torch.empty(self.shape, dtype=self.dtype)

@@ -42,7 +42,8 @@ class FrameReader:
                 yield payload
 
     def space(self) -> memoryview:
-        """Where the next bytes belong; for recv_into. Never empty, and never beyond the frame that is arriving."""
+        """Return the memory where the next bytes belong, for recv_into. Never empty, and never beyond the frame that is
+        arriving."""
         return memoryview(self._buffer)[self._have :]
 
     def filled(self, count: int) -> memoryview | None:
