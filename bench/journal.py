@@ -54,7 +54,7 @@ def main(counts: list[int]) -> None:
             journal = Journal(path)
             standing = journal.resumed().standing
             opened_s = time.perf_counter() - began
-            assert standing is not None and standing.step == steps
+            assert standing is not None and standing.version == steps
             journal.close()
             print(f"{steps:>10,} {wrote_s / steps * 1e6:>15.0f} {opened_s:>9.3f} {path.stat().st_size / 1e6:>8.2f}")
 

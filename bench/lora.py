@@ -200,11 +200,11 @@ def on_the_wire(policy: str, steps: int) -> tuple[float, float]:
 def _at_step(host: Any, step: int) -> tuple[tuple[int, int], int]:
     """(bytes that came and that left by then, the step)"""
     deadline = time.monotonic() + 180
-    while host.server.core.standing.step < step:
+    while host.server.core.standing.version < step:
         if time.monotonic() > deadline:
             raise TimeoutError(f"the workers have not come to step {step}: {host.counts()}")
         time.sleep(0.002)
-    return _counted(host), host.server.core.standing.step
+    return _counted(host), host.server.core.standing.version
 
 
 def _counted(host: Any) -> tuple[int, int]:

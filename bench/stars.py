@@ -172,7 +172,7 @@ class Host:
     def counts(self) -> dict[str, int]:
         """Who is there, and who was turned away."""
         core = self.server.core
-        return dict(core.refused) | {"members": len(core.membership.members), "step": core.standing.step}
+        return dict(core.refused) | {"members": len(core.membership.members), "step": core.standing.version}
 
 
 class Helper:

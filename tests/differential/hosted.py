@@ -104,12 +104,12 @@ def _play(case: Case, fleet: Fleet, steps: int, deadline: float) -> None:
 def _is_here(fleet: Fleet) -> bool:
     """Whether the worker that stays has built its model and takes part."""
     members = list(fleet.server.core.membership.members.values())
-    return fleet.server.core.standing.step > 0 or any(member.phase is not WorkerPhase.GREETED for member in members)
+    return fleet.server.core.standing.version > 0 or any(member.phase is not WorkerPhase.GREETED for member in members)
 
 
 def _wait(fleet: Fleet, deadline: float, step: int) -> bool:
     """Until the run has done this step; False if it has ended."""
-    while fleet.server.core.standing.step < step:
+    while fleet.server.core.standing.version < step:
         if not fleet.workers[0].process.is_alive():
             return False
         _check(fleet, deadline)

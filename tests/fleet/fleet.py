@@ -325,7 +325,7 @@ class Fleet:
         (self.folder / held).touch()
 
     def wait_for_step(self, step: int, timeout_s: float = 40) -> None:
-        wait_until(lambda: self.server.core.standing.step >= step, timeout_s)
+        wait_until(lambda: self.server.core.standing.version >= step, timeout_s)
 
     def finish(self, timeout_s: float = 60, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
         """Until the run is over: the weights that all workers who saw the end agree on."""
@@ -349,16 +349,17 @@ class Fleet:
             self.close()
 
     def check_ledger(self, epochs: int = EPOCHS) -> None:
-        assert self.journal.steps() == list(range(1, self.server.core.standing.step + 1))
+        assert self.journal.steps() == list(range(1, self.server.core.standing.version + 1))
         for epoch in range(epochs):
             assert prove(self.journal.ranges(epoch), ROWS).holds, prove(self.journal.ranges(epoch), ROWS)
 
     def describe(self) -> str:
         core = self.server.core
         members = [
-            f"{m.name} {m.phase.name} {m.doing(core.standing.step)} {m.nodes}" for m in core.membership.members.values()
+            f"{m.name} {m.phase.name} {m.doing(core.standing.version)} {m.nodes}"
+            for m in core.membership.members.values()
         ]
-        return f"step {core.standing.step}, under way {core.now}, members {members}, refused {dict(core.refused)}"
+        return f"step {core.standing.version}, under way {core.now}, members {members}, refused {dict(core.refused)}"
 
     def close(self) -> None:
         if not self.closed:

@@ -128,7 +128,7 @@ class Rogues:
     # Messages
 
     def sensible(self, member: WorkerRecord | None) -> Message:
-        draw, step = self.draw, self.core.standing.step
+        draw, step = self.draw, self.core.standing.version
         if member is None:
             name = draw.choice(["a", "b", "c-1", "c-2"])
             return draw.choice([Hello(PROTOCOL, SECRET, name, draw.choice("kl")), JoinRequest(name, 1, "cpu")])
@@ -185,7 +185,7 @@ class Rogues:
         return kind(*(self.any_of(how) for _, how in layout(kind)))
 
     def any_of(self, how: Kind) -> Any:
-        draw, step = self.draw, self.core.standing.step
+        draw, step = self.draw, self.core.standing.version
         count = draw.choice([0, 1, 3])
         match how:
             case Kind.U8:

@@ -26,7 +26,7 @@ from potluck.events import (
     WorkerWent,
 )
 from potluck.fleet.coordinator import LEGAL, Coordinator
-from potluck.fleet.coordinator_state import Resumed, RunPosition
+from potluck.fleet.coordinator_state import Resumed
 from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Part, settings_of
 from potluck.fleet.effects import (
     Close,
@@ -107,6 +107,7 @@ from tests.fleet.virtual import (
     undisturbed,
     validation_of,
 )
+from tests.fleet.virtual.disk import stood
 
 pytestmark = pytest.mark.timeout(30)
 KNOWN_LENGTH = described(rows_limit=EPOCHS * ROWS)
@@ -229,7 +230,7 @@ def test_one_who_is_silent_and_keeps_averages_from_being_written_over_goes_and_g
 
 def test_a_host_that_paused_judges_nobodys_silence_before_it_had_time_to_read() -> None:
     run = Fleet(workers=2, slice_s=1.0)
-    run.run_until(lambda: run.core.standing.step >= 5, limit_s=60)
+    run.run_until(lambda: run.core.standing.version >= 5, limit_s=60)
     core = run.core
     first, second = core.membership.holders
     now = run.clock.now + PATIENCE_S / 5  # shorter than a pause that is forgiven
@@ -295,7 +296,7 @@ def test_silence_is_told_while_it_lasts_and_names_nobody_else() -> None:
 def test_the_slices_of_a_sleeper_are_computed_by_idle_workers_before_patience_is_over() -> None:
     faults = FaultScript().silence("w1", at_step=2, seconds=PATIENCE_S - 2)
     run = Fleet(workers=3, faults=faults)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     assert faults.fired == ["silence w1"]
     assert run.clock.now < 100 + PATIENCE_S - 2  # it still sleeps
     others = [number for name in ("w0", "w2") for step, number in run.workers[name].slices_computed if step == 2]
@@ -434,7 +435,7 @@ def test_a_sponsor_that_dies_is_replaced_by_another() -> None:
 def test_a_state_of_an_earlier_step_than_was_asked_for_is_refused() -> None:
     """A newcomer would never catch up with it: the averages since are not kept."""
     run = Fleet(workers=2)
-    run.run_until(lambda: run.standing().step >= 2)
+    run.run_until(lambda: run.standing().version >= 2)
     line = run.stranger()
     for message in (hello("new"), ready()):
         line.send(message)
@@ -484,7 +485,7 @@ def test_workers_that_build_other_weights_start_with_the_first_ones() -> None:
 def test_a_run_does_not_begin_before_enough_workers_are_there() -> None:
     run = Fleet(workers=2, at_least=3)
     run.run_for(50)
-    assert run.standing().step == 0 and run.core.now is None
+    assert run.standing().version == 0 and run.core.now is None
     run.add("w2")
     run.finish()
 
@@ -593,7 +594,7 @@ def test_a_run_that_went_back_to_its_start_says_for_how_many_it_waits() -> None:
 def test_a_run_waits_patience_for_those_who_hold_its_weights() -> None:
     """They were cut off for a while, and come back before the run is restored."""
     run = Fleet(workers=2, save_every=2)
-    run.run_until(lambda: run.standing().step == 3)
+    run.run_until(lambda: run.standing().version == 3)
     for worker in run.workers.values():
         worker.clock.stop(PATIENCE_S + 5)
     run.add("fresh", at_s=PATIENCE_S + 2)
@@ -605,9 +606,9 @@ def test_a_run_waits_patience_for_those_who_hold_its_weights() -> None:
 def test_a_worker_with_weights_of_a_forgotten_run_is_told_so() -> None:
     """It held step 3 when all the others were lost at step 5, and nothing was saved."""
     run = Fleet(workers=2, at_least=1, slice_s=1.0)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     run.workers["w1"].clock.stop(60)
-    run.run_until(lambda: run.standing().step == 5)
+    run.run_until(lambda: run.standing().version == 5)
     run.workers["w0"].kill()
     run.run_until(lambda: run.workers["w1"].done, limit_s=100)
     assert run.workers["w1"].error is not None and "anew" in run.workers["w1"].error
@@ -646,7 +647,7 @@ def test_a_newcomer_whose_sponsor_was_the_last_gets_the_checkpoint() -> None:
 def test_a_coordinator_started_again_from_its_journal_loses_nothing(at_s: float, workers: int, tmp_path: Path) -> None:
     run = Fleet(workers=workers, journal=tmp_path / "journal.sqlite", slice_s=0.1)
     run.run_for(at_s)
-    assert run.standing().step >= 1
+    assert run.standing().version >= 1
     run.crash_host()
     run.finish()
     assert run.restores == 0
@@ -663,7 +664,7 @@ def test_a_coordinator_that_died_before_the_first_step_was_done_waits_for_nobody
 
 def test_a_committed_step_that_nobody_heard_of_is_computed_again() -> None:
     run = Fleet(workers=2)
-    run.run_until(lambda: run.standing().step == 3)
+    run.run_until(lambda: run.standing().version == 3)
     assert {worker.state.step for worker in run.workers.values()} == {2}
     run.crash_host()
     run.finish()
@@ -675,7 +676,7 @@ def test_a_committed_step_that_nobody_heard_of_is_computed_again() -> None:
 def half_heard(**options: Any) -> Fleet:
     """The host died when w0 had heard that step 3 is committed, and w1 had not."""
     run = Fleet(workers=2, **options)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     line = run.workers["w1"].line
     hear = line.on_down
 
@@ -763,7 +764,7 @@ def test_speed_is_measured_over_what_was_computed_in_that_time() -> None:
     """w0 was given a lost worker's slices while it was still computing its own."""
     faults = FaultScript().kill("w1", at_step=2)
     run = Fleet(workers=2, faults=faults, slice_s=0.5)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     assert faults.fired == ["kill w1"]
     assert run.member("w0").speed == pytest.approx(2.0, rel=0.05)
 
@@ -866,7 +867,7 @@ def test_a_worker_that_drifted_saves_nothing_and_sponsors_nobody() -> None:
 
 def test_a_digest_of_a_step_that_is_not_committed_condemns_nobody() -> None:
     run = Fleet(workers=2)
-    run.run_until(lambda: run.standing().step == 1)
+    run.run_until(lambda: run.standing().version == 1)
     run.workers["w0"].send(Applied(4, "a digest of nothing", 0.1, 1.0, ""))
     run.finish()
     assert run.core.refused["drifted"] == 0
@@ -1025,7 +1026,7 @@ def test_a_save_that_fails_half_way_is_not_in_the_way_of_the_next() -> None:
 
 def test_a_stop_makes_the_step_under_way_the_last() -> None:
     run = Fleet(workers=2, save_every=100)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     run.host.act(run.core.at(run.clock.now).ending.request_stop())
     run.run_until(lambda: run.host.finish is not None)
     assert run.host.finish == Finish("interrupted")
@@ -1050,7 +1051,7 @@ def test_a_stop_with_nobody_there_ends_at_once() -> None:
 def test_a_stop_ends_the_run_though_the_last_holder_dies_before_the_step_is_done() -> None:
     faults = FaultScript().kill("w0", at_step=3, phase="sent").stall("w0", at_step=3, seconds=1)
     run = Fleet(workers=1, faults=faults)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     run.add("new")
     run.run_until(lambda: run.member("new") is not None)
     run.host.act(run.core.at(run.clock.now).ending.request_stop())
@@ -1308,7 +1309,7 @@ def test_reports_that_are_late_or_foreign_are_refused_counted_and_change_nothing
         faults.stall("w0", at_step=2, seconds=2.0).stall("w1", at_step=2, seconds=0.5, phase="sent")
     run = Fleet(workers=2, faults=faults)
     run.run_until(
-        lambda: bool(faults.fired) and "w1" in faults.fired[-1] if when != "waiting" else run.standing().step == 2
+        lambda: bool(faults.fired) and "w1" in faults.fired[-1] if when != "waiting" else run.standing().version == 2
     )
     run.workers["w1"].send(wrong(2 if when != "waiting" else 3))
     run.finish()
@@ -1406,25 +1407,25 @@ def test_of_figures_by_name_only_the_loss_is_the_loss(names: str, loss: float | 
 
 
 def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=stood(4, 1, 16, 53), expected=1))
     core.description = described()
     effects_of(core, (1, hello()), (1, ready()), (1, ready()))
     core.on_heard(109.0, 1)
     assert core.on_tick(110.5) == [Restore()]
-    sent = [effect for effect in core.restored(110.5, RunPosition(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
+    sent = [effect for effect in core.restored(110.5, stood(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
     assert len(sent) == 1
 
 
 def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
-    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=stood(4, 1, 16, 53), expected=1))
     core.description = described()
     told = [e.event for e in effects_of(core, (1, hello()), (1, ready())) if isinstance(e, Emit)]
     assert "the weights of step 4" in told[0].name and "if nobody comes back within 10 s" in told[0].doing
     back = [e.event for e in core.restored(111.0, None) if isinstance(e, Emit)]
     assert back[0] == WentBack(from_step=4, step=0)
-    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=stood(4, 1, 16, 53), expected=1))
     core.description = described()
-    assert not [e for e in core.restored(111.0, RunPosition(4, 1, 16, 53)) if isinstance(e, Emit)]
+    assert not [e for e in core.restored(111.0, stood(4, 1, 16, 53)) if isinstance(e, Emit)]
 
 
 def test_a_joiner_whose_run_would_be_shorter_or_longer_is_refused() -> None:
@@ -1547,7 +1548,7 @@ def test_no_step_beyond_the_end_of_the_run_is_handed_out() -> None:
 def test_a_run_whose_end_is_known_commits_no_step_too_many() -> None:
     run = Fleet(workers=3, description=KNOWN_LENGTH).finish()
     steps = [item.step for w in run.workers.values() for item in w.line.received if isinstance(item, Work)]
-    assert max(steps) == STEPS == run.standing().step
+    assert max(steps) == STEPS == run.standing().version
 
 
 def test_a_plain_peer_is_not_given_a_second_assignment_within_a_step() -> None:
@@ -1622,9 +1623,7 @@ def test_a_plain_peer_that_leaves_at_the_end_is_not_told_as_lost() -> None:
 
 
 def test_a_plain_peer_may_not_come_once_the_run_is_on() -> None:
-    core = Coordinator(
-        patience_s=10, secret=SECRET, plain_peers=True, resumed=Resumed(standing=RunPosition(3, 0, 20, 20))
-    )
+    core = Coordinator(patience_s=10, secret=SECRET, plain_peers=True, resumed=Resumed(standing=stood(3, 0, 20, 20)))
     assert effects_of(core, (1, JoinRequest("n", 1, "cuda")))[0] == Send(1, Shutdown())
 
 

@@ -91,7 +91,7 @@ def test_two_joiners_and_a_kill_train_what_the_plain_loop_trains(tmp_path: Path)
     fleet.add("late", gan, slow_s=0.03, steps=2 * STEPS)
     assert_close(fleet.finish())
     assert [e.name for e in fleet.events if isinstance(e, WorkerWent) and not e.polite][:1] == ["victim"]
-    assert fleet.server.core.standing.step == 2 * STEPS
+    assert fleet.server.core.standing.version == 2 * STEPS
     assert fleet.server.core.standing.rows_seen == EPOCHS * ROWS
 
 

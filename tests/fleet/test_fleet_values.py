@@ -149,7 +149,7 @@ def test_a_run_ends_early_for_all_and_the_host_keeps_the_best(tmp_path: Path) ->
     assert finish is not None and (finish.reason, finish.failed) == ("finished", False), fleet.describe()
     for worker in fleet.workers:
         worker.wait(20)
-    assert fleet.server.core.standing.step == 10, "three validations after step 4"
+    assert fleet.server.core.standing.version == 10, "three validations after step 4"
     assert_same(fleet.workers[0].weights, fleet.workers[1].weights)
     names = [path.name for path in found(tmp_path / "checkpoints")]
     assert names == ["step-00000010", "step-00000004"]

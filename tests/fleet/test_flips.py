@@ -99,7 +99,7 @@ def test_what_is_saved_is_what_was_agreed_on(victim: str) -> None:
 @pytest.mark.parametrize("phase", ["forward", "applied"])
 def test_a_newcomer_is_given_the_right_weights(phase: str) -> None:
     run = Fleet(workers=2, faults=FaultScript().flip("w0", at_step=3, phase=phase))
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     run.add("late")
     run.finish(limit_s=300)
     assert run.faults.fired and named(run) == ["w0"]
@@ -150,7 +150,7 @@ def test_a_flip_somewhere_a_restart_of_the_host_and_a_lost_connection_change_no_
         )
     if draw.random() < 0.5:
         step = draw.randint(1, 5)
-        run.run_until(lambda: run.standing().step >= step)
+        run.run_until(lambda: run.standing().version >= step)
         run.crash_host()
     run.finish()
     for saved, data in run.disk.states.items():

@@ -10,7 +10,7 @@ import pytest
 from potluck.agree.policy import Auto, Cadence
 from potluck.events import Decided, Stalled, WentBack
 from potluck.fleet.coordinator import Coordinator
-from potluck.fleet.coordinator_state import Resumed, RunPosition
+from potluck.fleet.coordinator_state import Resumed
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import SaveAbort, SaveBegin, Send
 from potluck.fleet.gathering import LONG
@@ -33,6 +33,7 @@ from potluck.wire.messages import (
 from tests.fleet.simulation import simulate
 from tests.fleet.test_coordinator import effects_of, hello, ready
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, SECRET, STEPS, FaultScript, Fleet, described
+from tests.fleet.virtual.disk import stood
 from tests.fleet.virtual.process import Receive
 from tests.fleet.virtual.watch import Watch
 
@@ -46,7 +47,7 @@ def test_a_newcomer_goes_on_at_once_from_one_that_leaves_and_cannot_be_saved() -
     run = Fleet(workers=1, faults=FaultScript().leave("w0", at_step=2))
     run.disk.is_full = True
     run.add("newcomer", at_s=2.0)
-    run.run_until(lambda: run.standing().step >= 4, limit_s=2 * PATIENCE_S)
+    run.run_until(lambda: run.standing().version >= 4, limit_s=2 * PATIENCE_S)
     assert run.faults.fired == ["leave w0"] and run.workers["w0"].is_alive and not run.disk.states
     run.disk.is_full = False
     run.finish()
@@ -92,7 +93,7 @@ def test_a_run_is_over_whose_last_worker_is_killed_when_its_end_is_on_the_disk()
     """It does not hear that the end is kept, so that nobody has finished; nobody need come to do so."""
     run = Fleet(workers=1, description=WINDOWED)
     run.disk.late_s = PATIENCE_S / 2
-    run.run_until(lambda: run.core.is_complete and run.disk.newest == run.standing().step)
+    run.run_until(lambda: run.core.is_complete and run.disk.newest == run.standing().version)
     assert not run.is_done
     run.workers["w0"].kill()
     run.finish(limit_s=2 * PATIENCE_S)
@@ -102,7 +103,7 @@ def test_a_run_is_over_whose_last_worker_is_killed_when_its_end_is_on_the_disk()
 def test_a_stopped_worker_misses_nothing_of_what_befalls_it_meanwhile() -> None:
     """A fault of the simulation: that its connection was lost was forgotten when it was asked to leave."""
     run = Fleet(workers=2)
-    run.run_until(lambda: run.standing().step >= 2 and isinstance(run.workers["w0"].waits, Receive))
+    run.run_until(lambda: run.standing().version >= 2 and isinstance(run.workers["w0"].waits, Receive))
     worker, line = run.workers["w0"], run.workers["w0"].line
     worker.clock.stop(1.0)
     worker.lose_connection()
@@ -116,7 +117,7 @@ def test_a_stopped_worker_misses_nothing_of_what_befalls_it_meanwhile() -> None:
 def state_begun(step: int = 2) -> tuple[Fleet, int]:
     """A host to whose disk a state of 120 bytes is on its way, and its sender."""
     run = Fleet(workers=1)
-    run.run_until(lambda: run.standing().step >= step and run.member("w0").applied >= step)
+    run.run_until(lambda: run.standing().version >= step and run.member("w0").applied >= step)
     peer, now = run.member("w0").peer, run.clock.now
     run.core.on_message(now, peer, SaveDue(step, 1))
     begun = run.core.on_message(now, peer, StateBegin(SAVE, step, '[["state", 120]]'))
@@ -167,9 +168,9 @@ def test_a_newcomer_goes_on_from_one_that_leaves_though_a_plain_peer_has_the_res
     run = Fleet(workers=1, plain_peers=True, faults=FaultScript().leave("w0", at_step=2, phase="sent"))
     run.disk.is_full = True  # so that it stays
     run.add_plain("plain", batch_s=PATIENCE_S / 2)
-    run.run_until(lambda: run.standing().step == 1)
+    run.run_until(lambda: run.standing().version == 1)
     run.add("newcomer")
-    run.run_until(lambda: run.standing().step >= 4, limit_s=3 * PATIENCE_S)
+    run.run_until(lambda: run.standing().version >= 4, limit_s=3 * PATIENCE_S)
     assert run.faults.fired == ["leave w0"] and run.workers["w0"].is_alive
     run.disk.is_full = False
     run.finish()
@@ -179,7 +180,7 @@ def test_a_plain_peer_that_owes_nothing_is_not_late_while_nobody_holds_the_weigh
     """The step that it had a part of is abandoned, and it cannot be given the weights anew."""
     run = Fleet(workers=1, plain_peers=True)
     run.add_plain("plain")
-    run.run_until(lambda: run.standing().step == 2 and bool(run.member("plain").nodes))
+    run.run_until(lambda: run.standing().version == 2 and bool(run.member("plain").nodes))
     run.workers["w0"].clock.stop(3 * PATIENCE_S)
     run.workers["w0"].lose_connection()
     run.finish()
@@ -189,7 +190,7 @@ def test_a_plain_peer_that_owes_nothing_is_not_late_while_nobody_holds_the_weigh
 def test_a_step_is_not_computed_again_by_one_that_has_applied_it() -> None:
     """It was sent the step while it caught up. The one who computed it then came back with the one before."""
     run = Fleet(workers=1, slice_s=0.05, faults=FaultScript().cut("w0", at_step=3, phase="sent"))
-    run.run_until(lambda: run.standing().step == 1)
+    run.run_until(lambda: run.standing().version == 1)
     newcomer = run.add("newcomer")
     run.run_until(lambda: bool(run.core.transfers.under_way))
     assert newcomer.line is not None
@@ -197,7 +198,7 @@ def test_a_step_is_not_computed_again_by_one_that_has_applied_it() -> None:
     run.run_until(lambda: run.core.ahead is not None)
     run.workers["w0"].clock.stop(10 * PATIENCE_S)
     run.run_until(lambda: run.member("newcomer").applied == 3)
-    assert run.standing().step == 2  # what w0 owes of the third is soon given to others
+    assert run.standing().version == 2  # what w0 owes of the third is soon given to others
     run.finish(limit_s=2 * PATIENCE_S)
 
 
@@ -230,7 +231,7 @@ def test_a_worker_whose_window_is_over_other_rows_than_the_runs_gets_its_weights
     member, welcome = Member(), Welcome(0, 1000, "")
     member.version = 5
     member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
-    found = member.hear(0.0, Admitted(5, 0, RunPosition(5, 2, 16, 2 * ROWS + 16).position()))
+    found = member.hear(0.0, Admitted(5, 0, stood(5, 2, 16, 2 * ROWS + 16).to_wire()))
     assert Rejoin() in found and not member.is_settled
     assert SendToHost(Ready("", 5, "", 1)) in member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
 
@@ -239,8 +240,8 @@ def test_a_worker_whose_window_is_over_other_rows_than_the_runs_gets_its_weights
 def test_a_checkpoint_of_a_lost_step_is_not_that_of_the_one_that_has_its_number_now(
     rows_seen: int, is_kept: bool
 ) -> None:
-    core = Coordinator(patience_s=1.0, secret="", resumed=Resumed(standing=RunPosition(5, 2, 0, 2 * ROWS)))
-    core.found(RunPosition(5, *divmod(rows_seen, ROWS), rows_seen), "a folder")
+    core = Coordinator(patience_s=1.0, secret="", resumed=Resumed(standing=stood(5, 2, 0, 2 * ROWS)))
+    core.found(stood(5, *divmod(rows_seen, ROWS), rows_seen), "a folder")
     assert core.saving.is_last_kept == is_kept
 
 
@@ -322,7 +323,7 @@ def test_those_who_gather_values_wait_for_one_that_evaluates_at_that_step(ranges
 def test_a_step_of_before_the_run_went_back_is_not_the_one_that_has_its_number_now(plain_peers: bool) -> None:
     """Where plain peers may have been in it, it has other bits; and nobody has told the new one's digest yet."""
     run = Fleet(workers=1, plain_peers=plain_peers, slice_s=0.001, latency_s=0.5)
-    run.run_until(lambda: run.standing().step == 1 and run.member("w0").applied == 0)
+    run.run_until(lambda: run.standing().version == 1 and run.member("w0").applied == 0)
     line = run.stranger()
     for message in (hello("away"), replace(ready(step=1, holds=1), digest="of another life")):
         line.send(message)
@@ -344,7 +345,7 @@ def test_weights_of_before_the_run_began_anew_are_not_those_of_a_checkpoint_with
     if does_host_crash:
         run.crash_host(back_after_s=0.1)
         run.run_for(0.2)
-    step, line = run.standing().step, run.stranger()
+    step, line = run.standing().version, run.stranger()
     stale = replace(ready(step=step, holds=1), digest="of another life", description=WINDOWED.to_json())
     for message in (hello("away"), stale):
         line.send(message)
@@ -412,7 +413,7 @@ def test_one_that_has_applied_a_step_does_not_wait_for_ever_for_one_that_hangs_a
     ahead.lose_connection()
     faults.stall("w0", at_step=2, seconds=10_000)
     run.run_until(lambda: run.core.ahead is not None)
-    run.run_until(lambda: run.standing().step == STEPS, limit_s=20 * PATIENCE_S)
+    run.run_until(lambda: run.standing().version == STEPS, limit_s=20 * PATIENCE_S)
     assert faults.fired == ["cut w0", "stall w0", "stall w0"] and ahead.is_alive and behind.state.step == 1
 
 

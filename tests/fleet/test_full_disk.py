@@ -69,7 +69,7 @@ def test_a_journal_that_cannot_be_written_ends_the_host_with_a_sentence(
     fleet.add("w0")
     finish = fleet.server.wait(30)
     assert finish is not None and finish.failed and finish.reason.endswith("disk is full.")
-    assert fleet.server.core.standing.step == 3 and fleet.journal.steps() == [1, 2]
+    assert fleet.server.core.standing.version == 3 and fleet.journal.steps() == [1, 2]
     assert not any(entry.exc_info for entry in caplog.records)
     fleet.close()
 

@@ -79,7 +79,7 @@ def test_a_run_that_all_find_over_ends_there(fault: str) -> None:
         run.add("other")
     run.run_until(lambda: run.host.finish is not None, limit_s=20 * PATIENCE_S)
     assert run.host.finish is not None and run.host.finish.reason == "finished"
-    assert run.standing().step == 5 and run.core.saving.saved.step == 5
+    assert run.standing().version == 5 and run.core.saving.saved.step == 5
     assert all(worker.state.step == 5 for worker in run.workers.values())
 
 

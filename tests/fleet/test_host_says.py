@@ -58,7 +58,7 @@ def test_a_host_that_takes_plain_peers_says_what_entrenars_client_cannot_take(
                 "whole gradient is a message of 104,000,021 bytes, and entrenar's own client refuses messages"
             )
         )
-        assert host.server.core.standing.step == 0
+        assert host.server.core.standing.version == 0
         peer = stack.enter_context(socket.create_connection(("127.0.0.1", host.server.port), timeout=20))
         peer.sendall(encode(JoinRequest("rusty", 0, "cpu"), "entrenar"))
         wait_until(lambda: heard("rusty is a plain peer. The average of this model's whole gradient"))
@@ -74,7 +74,7 @@ def test_a_run_whose_last_steps_had_no_loss_ends_well(tmp_path: Path, capfd: pyt
             record = StepRecord(step, 0, 0, 8, 8 * step, 8.0, loss, (), ())
             host.journal.record(record)
             host._on_step(record, 0.1, 1.0, "")
-            core.standing.step = step
+            core.standing.version = step
         host._end(Finish("finished"))
         assert host._summarize(Finish("finished")) == 0
     assert "Finished 3 steps in" in (said := capfd.readouterr().out) and "loss nan" in said

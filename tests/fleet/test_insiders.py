@@ -18,7 +18,7 @@ from potluck.errors import TheirProtocolError
 from potluck.events import Event, Stalled, WorkerWent
 from potluck.fleet.client import Client
 from potluck.fleet.coordinator import Coordinator
-from potluck.fleet.coordinator_state import Resumed, RunPosition
+from potluck.fleet.coordinator_state import Resumed
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Effect, Finish, Restore, SaveBegin, Send
 from potluck.fleet.invite import INVITE, Invite
@@ -69,6 +69,7 @@ from tests.fleet.virtual import (
     fresh_weights,
     undisturbed,
 )
+from tests.fleet.virtual.disk import stood
 
 pytestmark = pytest.mark.timeout(60)
 LIMITED = described(rows_limit=EPOCHS * ROWS)
@@ -90,12 +91,12 @@ RIGHT, FORGED = "a" * 32, "f" * 32
 
 def restarted(*, kept: bool = False) -> Coordinator:
     """A host that was started again: its journal has the digests of the last two steps."""
-    standing, previous = RunPosition(4, 1, 16, ROWS + 16), RunPosition(3, 1, 8, ROWS + 8)
+    standing, previous = stood(4, 1, 16, ROWS + 16), stood(3, 1, 8, ROWS + 8)
     agreed = {4: {"torch": RIGHT}, 3: {"torch": "b" * 32}}
     known = Resumed(standing=standing, previous=previous, description=described(), next_id=5, expected=3, agreed=agreed)
     core = Coordinator(patience_s=PATIENCE_S, secret=SECRET, resumed=known)
     if kept:
-        core.found(RunPosition(4, 1, 16, ROWS + 16), "a folder")
+        core.found(stood(4, 1, 16, ROWS + 16), "a folder")
     return core
 
 
@@ -147,7 +148,7 @@ def test_a_script_that_ends_early_leaves_and_ends_the_run_for_nobody_else(quitte
     faults = FaultScript().quit(quitter, at_step=2)
     run = Fleet(workers=3, faults=faults, description=description).finish()
     assert faults.fired == [f"quit {quitter}"]
-    assert run.standing().step == STEPS and run.host.finish == Finish("finished")
+    assert run.standing().version == STEPS and run.host.finish == Finish("finished")
     assert run.workers[quitter].state.step == 2
     (went,) = [event for event in run.told(WorkerWent) if event.name == quitter]
     assert went.polite
@@ -167,7 +168,7 @@ def test_of_a_run_whose_length_nobody_told_the_last_workers_end_is_the_end() -> 
     faults = FaultScript().quit("w0", at_step=2).quit("w1", at_step=4)
     run = Fleet(workers=2, faults=faults)
     run.run_until(lambda: run.host.finish is not None)
-    assert run.host.finish == Finish("finished") and run.standing().step == 4
+    assert run.host.finish == Finish("finished") and run.standing().version == 4
     assert run.workers["w1"].weights == undisturbed(4)
 
 
@@ -181,7 +182,7 @@ def test_a_run_that_one_called_finished_is_finished_if_the_others_die_at_that_st
 
 def test_a_worker_that_does_not_hold_the_weights_cannot_end_the_run() -> None:
     run = Fleet(workers=2)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     for opening in ([hello("greeted")], [hello("catching up"), ready()]):
         line = run.stranger()
         for message in (*opening, Leave(1, "finished")):
@@ -193,7 +194,7 @@ def test_a_worker_that_calls_the_run_finished_at_its_end_costs_nobody_the_last_c
     """It says so the moment that the last step is on record; the others have not evaluated or saved yet."""
     run = Fleet(workers=2, description=LIMITED, save_every=100, evaluate_every=STEPS)
     run.add("insider", description=LIMITED, at_s=0.5)
-    run.run_until(lambda: run.standing().step == STEPS - 1 and run.member("insider").is_ready)
+    run.run_until(lambda: run.standing().version == STEPS - 1 and run.member("insider").is_ready)
     run.run_until(lambda: run.workers["insider"].state.step == STEPS)
     run.finish()
     assert list(run.disk.states) == [STEPS]
@@ -257,7 +258,7 @@ def refused(worker: Worker) -> str:
 def test_evaluations_of_one_worker_are_at_most_one_and_do_not_disturb_the_others() -> None:
     run = Fleet(workers=2, evaluate_every=2)
     liar = insider(run, evaluate_every=0)
-    run.run_until(lambda: run.standing().step >= 2)
+    run.run_until(lambda: run.standing().version >= 2)
     for number in range(60):
         rows = 1_000 + number
         liar.send(EvaluateNext(number % 3, rows, 1 + number % 7, 0, 0, 0.0, 0.0))
@@ -370,7 +371,7 @@ def test_a_range_that_is_never_done_is_given_to_those_who_wait() -> None:
 def test_hashes_of_old_steps_do_not_pile_up() -> None:
     run = Fleet(workers=2, epochs=4)
     liar = insider(run, kind="of its own")
-    run.run_until(lambda: run.standing().step >= 8)
+    run.run_until(lambda: run.standing().version >= 8)
     for step in range(8):
         liar.send(Applied(step, "x", 0.1, 1.0, ""))
     run.run_for(0.01)
@@ -426,7 +427,7 @@ def test_a_model_that_the_host_has_no_memory_for_is_refused_before_anything_is_a
 def test_a_checkpoint_that_cannot_be_this_runs_is_refused_before_a_byte_is_written(begin: StateBegin, why: str) -> None:
     run = Fleet(workers=2, save_every=4)
     liar = insider(run, save_every=0)
-    run.run_until(lambda: run.standing().step == 1)
+    run.run_until(lambda: run.standing().version == 1)
     liar.send(SaveDue(1, 2))
     liar.send(begin)
     run.run_for(0.01)
@@ -447,7 +448,7 @@ def test_a_checkpoint_that_nobody_wants_is_not_taken() -> None:
 def test_chunks_that_nobody_allowed_do_not_pile_up() -> None:
     run = Fleet(workers=2)
     liar = insider(run)
-    run.run_until(lambda: run.standing().step >= 1)
+    run.run_until(lambda: run.standing().version >= 1)
     held: list[object] = []
     # A disk that is slower than the sender.
     run.core.transfers.on_taken = lambda peer, transfer: held.append(peer) or []
@@ -475,7 +476,7 @@ def test_no_worker_can_have_the_hosts_checkpoints_removed(keep_last: int) -> Non
 
 def test_whoever_says_twice_that_it_is_ready_is_not_made_to_wait_for_its_own_weights() -> None:
     """Nobody holds the weights when it says so first; the second time it brings them, and is the first who is in."""
-    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=RunPosition(4, 1, 16, 53), expected=1))
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=stood(4, 1, 16, 53), expected=1))
     core.description = described()
     text = described().to_json()
     for message in (hello(), Ready(text, 0, "", 0), Ready(text, 4, "x", 1)):
@@ -500,7 +501,7 @@ def test_a_leader_that_never_sends_the_checkpoint_is_passed_over() -> None:
 def test_a_checkpoint_that_was_begun_and_never_sent_is_taken_from_another() -> None:
     run = Fleet(workers=2, save_every=2)
     liar = insider(run, save_every=0)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     liar.send(SaveDue(2, 2))
     liar.send(StateBegin(SAVE, 2, json.dumps([["state", 100]])))
     run.run_until(lambda: run.core.saving.sender is not None)
@@ -514,7 +515,7 @@ def test_a_leader_whose_checkpoint_was_turned_away_is_asked_for_it_again() -> No
     run = Fleet(workers=2, save_every=4)
     run.disk.is_checkpoint = lambda data: len(data) > 1
     liar = insider(run, save_every=0)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     liar.send(SaveDue(2, 2))
     liar.send(StateBegin(SAVE, 2, json.dumps([["state", 1]])))
     run.run_until(lambda: any(StateMore(SAVE, 0) in run.workers[name].line.received for name in ("w0", "w1")))
@@ -528,7 +529,7 @@ def test_what_is_no_checkpoint_costs_its_sender_the_run_and_nobody_else_anything
     run = Fleet(workers=2, save_every=2)
     run.disk.is_checkpoint = lambda data: len(data) > 1
     liar = insider(run, save_every=0)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     liar.send(SaveDue(2, 2))
     liar.send(StateBegin(SAVE, 2, json.dumps([["state", 1]])))
     liar.send(StateChunk(SAVE, b"x"))
@@ -543,7 +544,7 @@ def test_a_newcomer_whose_weights_never_come_gets_them_from_another() -> None:
     run.add("insider", pack_s=1e9, slice_s=0.5)
     run.run_until(lambda: run.member("insider") is not None)
     run.add("w0")
-    run.run_until(lambda: run.standing().step >= 1)
+    run.run_until(lambda: run.standing().version >= 1)
     run.add("new")
     run.run_until(lambda: run.member("new") is not None and run.member("new").is_ready, limit_s=8 * PATIENCE_S)
 

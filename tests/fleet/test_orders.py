@@ -28,9 +28,9 @@ def test_a_pause_of_any_length_loses_nobody_and_changes_no_bit(at_s: float) -> N
     run.run_for(at_s)
     order(run, "pause")
     run.run_for(PATIENCE_S)
-    stood = run.core.standing.step
+    stood = run.core.standing.version
     run.run_for(10 * PATIENCE_S)
-    assert run.core.standing.step == stood and len(run.core.membership.members) == 3
+    assert run.core.standing.version == stood and len(run.core.membership.members) == 3
     order(run, "resume")
     run.finish()
     assert not [went for went in run.told(WorkerWent) if not went.polite]
@@ -46,9 +46,9 @@ def test_windows_pause_too_and_what_workers_have_in_hand_is_taken(at_s: float) -
     run.run_for(at_s)
     order(run, "pause")
     run.run_for(PATIENCE_S)
-    stood = run.core.standing.step
+    stood = run.core.standing.version
     run.run_for(3 * PATIENCE_S)
-    assert run.core.standing.step == stood and run.core.now is None
+    assert run.core.standing.version == stood and run.core.now is None
     order(run, "resume")
     run.finish()
     assert run.restores == 0 and run.core.refused.total() == 0
@@ -57,10 +57,10 @@ def test_windows_pause_too_and_what_workers_have_in_hand_is_taken(at_s: float) -
 def test_save_now_is_a_checkpoint_of_the_last_step_also_while_the_run_is_paused() -> None:
     run = Fleet(workers=2)
     assert order(run, "save") == "There is nothing to save yet."
-    run.run_until(lambda: run.core.standing.step >= 2)
+    run.run_until(lambda: run.core.standing.version >= 2)
     order(run, "pause")
     run.run_for(PATIENCE_S)
-    step = run.core.standing.step
+    step = run.core.standing.version
     assert order(run, "save") == f"A person asked for a checkpoint after step {step}."
     run.run_until(lambda: bool(run.told(CheckpointSaved)))
     assert run.told(CheckpointSaved)[-1].step == step and step in run.disk.states
@@ -73,7 +73,7 @@ def test_save_now_is_a_checkpoint_of_the_last_step_also_while_the_run_is_paused(
 @pytest.mark.parametrize("at_s", [0.31, 0.44, 0.7, 1.3])
 def test_a_worker_that_is_let_go_leaves_politely_and_knows_that_the_run_continues(at_s: float) -> None:
     run = Fleet(workers=3)
-    run.run_until(lambda: run.core.standing.step >= 1)
+    run.run_until(lambda: run.core.standing.version >= 1)
     run.run_for(at_s)
     (member,) = [m for m in run.core.membership.members.values() if m.name == "w1"]
     assert order(run, "let_go", member.worker_id) == "w1 was let go by a person."
@@ -86,7 +86,7 @@ def test_a_worker_that_is_let_go_leaves_politely_and_knows_that_the_run_continue
 
 def test_the_last_worker_that_is_let_go_leaves_its_weights_behind() -> None:
     run = Fleet(workers=1)
-    run.run_until(lambda: run.core.standing.step >= 3)
+    run.run_until(lambda: run.core.standing.version >= 3)
     order(run, "let_go", run.member("w0").worker_id)
     run.run_until(lambda: run.workers["w0"].done)
     assert run.disk.states and run.workers["w0"].member.left
@@ -97,7 +97,7 @@ def test_the_last_worker_that_is_let_go_leaves_its_weights_behind() -> None:
 
 def test_orders_that_mean_nothing_are_told_so_and_do_nothing() -> None:
     run = Fleet(workers=2)
-    run.run_until(lambda: run.core.standing.step >= 1)
+    run.run_until(lambda: run.core.standing.version >= 1)
     assert order(run, "resume") == "The run is not paused."
     assert order(run, "let_go", 77) == "That worker is not here any more."
     assert order(run, "pause").startswith("Paused by a person")
@@ -140,7 +140,7 @@ def test_so_many_may_watch_and_when_one_goes_another_may() -> None:
 
 def test_what_the_model_writes_is_cleaned_and_told_now_and_then() -> None:
     run = Fleet(workers=1)
-    run.run_until(lambda: run.core.standing.step >= 1)
+    run.run_until(lambda: run.core.standing.version >= 1)
     peer = run.member("w0").peer
 
     def told(now: float) -> list[Any]:

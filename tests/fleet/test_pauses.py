@@ -95,7 +95,7 @@ def test_averages_that_a_stopped_worker_does_not_take_hold_nobody_until_patience
     fleet.wait_for_step(3)
     sleeper.send(signal.SIGSTOP)
     wait_until(lambda: any(isinstance(event, WorkerWent) for event in fleet.events))
-    step = fleet.server.core.standing.step
+    step = fleet.server.core.standing.version
     fleet.wait_for_step(step + 3)
     sleeper.send(signal.SIGCONT)
     (went,) = [event for event in fleet.events if isinstance(event, WorkerWent)]

@@ -304,7 +304,7 @@ def test_payloads_that_nobody_asked_for_are_counted_and_change_nothing(
         return BlockGradientPayload(step, liar.worker_id, part.block or 0, core.description.blocks, zeros, sizes)
 
     wait_until(lambda: any(seat for seat in fleet.server.connections.values() if len(fleet.server.connections) > 1))
-    for step in (0, 1, core.standing.step, core.standing.step + 1, 10**9):
+    for step in (0, 1, core.standing.version, core.standing.version + 1, 10**9):
         liar.send(payload(step))
     wait_until(lambda: core.refused["stale payload"] + core.refused["foreign payload"] >= 5)
     liar.send(SliceReport(3, np.array([0], "<u4"), np.ones(1), np.ones(1), 0.0, b""))

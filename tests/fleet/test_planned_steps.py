@@ -89,7 +89,7 @@ def test_after_a_restart_auto_begins_with_a_window() -> None:
     """What the optimizers of those who come back have done meanwhile, nobody knows; a window makes them alike."""
     options: dict[str, Any] = {"description": windowed(Auto(together=0.1)), "slice_s": 0.5}
     run = Fleet(workers=2, **options, latency_s=0.0001, epochs=EPOCHS)
-    run.run_until(lambda: run.standing().step >= 5)
+    run.run_until(lambda: run.standing().version >= 5)
     before = len(kinds(run))
     run.crash_host()
     run.finish()

@@ -167,7 +167,7 @@ def test_a_worker_whose_connection_breaks_goes_on(phase: str) -> None:
 def test_a_coordinator_that_is_started_again_measures_anew_and_loses_nothing(when: float) -> None:
     run = Fleet(workers=2, description=windowed(Cadence.published(anchor=1, max_anchor=1)))
     run.run_for(when)
-    done = run.standing().step
+    done = run.standing().version
     run.crash_host()
     run.finish()
     anew = ("Nothing was measured yet", "Only w")  # the first to come back does not wait for the other
@@ -217,10 +217,10 @@ def ended_but_one() -> tuple[Fleet, bytes]:
     first, second = run.workers["w0"], run.workers["w1"]
     run.run_until(lambda: run.standing().rows_seen >= EPOCHS * ROWS - 8)
     assert second.line is not None
-    run.run_until(lambda: second.state.step == run.standing().step)
+    run.run_until(lambda: second.state.step == run.standing().version)
     second.line.latency_s = 5.0
     run.run_until(lambda: first.done)
-    assert first.has_finished and second.state.step < run.standing().step
+    assert first.has_finished and second.state.step < run.standing().version
     run.crash_host(back_after_s=0.2)
     return run, first.weights
 
@@ -259,10 +259,10 @@ def test_nobody_is_late_before_another_is_done() -> None:
     run = Fleet(workers=0, at_least=2, patience_s=PATIENCE_S)
     run.add("quick", description=windowed(policy), batch_s=8.0)
     run.add("slow", description=windowed(policy), batch_s=9.0)
-    run.run_until(lambda: run.standing().step >= 1)
+    run.run_until(lambda: run.standing().version >= 1)
     assert not run.told(Stalled)
     run.workers["slow"].batch_s = 40.0
-    run.run_until(lambda: run.standing().step >= 2)
+    run.run_until(lambda: run.standing().version >= 2)
     stalled = run.told(Stalled)
     assert stalled and {s.name for s in stalled} == {"slow"} and stalled[0].seconds < 2 * PATIENCE_S
 
@@ -272,7 +272,7 @@ def test_evaluations_are_told_by_batches_of_the_run() -> None:
     run.finish()
     batches = -(-ROWS // 4)
     assert [v.step for v in run.told(Validated)][-1] == 2 * batches
-    assert run.core.steps_done == 2 * batches and run.standing().step < 2 * batches
+    assert run.core.steps_done == 2 * batches and run.standing().version < 2 * batches
 
 
 def test_plain_peers_are_turned_away() -> None:
@@ -295,10 +295,10 @@ def test_a_host_and_workers_that_are_all_told_to_end_keep_the_last_agreement(wor
     """As by one SIGTERM to a whole machine, in the middle of a window."""
     policy = Cadence.published(anchor=3, max_anchor=3)
     run = Fleet(workers=workers, description=windowed(policy), save_every=1000)
-    run.run_until(lambda: run.standing().step == 2)
+    run.run_until(lambda: run.standing().version == 2)
     run.run_for(0.15)
     run.host.act(run.core.at(run.clock.now).ending.request_stop())
     for worker in run.workers.values():
         worker.ask_to_leave()
     run.run_until(lambda: run.host.finish is not None)
-    assert run.core.saving.saved.step == run.standing().step >= 2
+    assert run.core.saving.saved.step == run.standing().version >= 2

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import cli
+from potluck.agree.records import Position
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver
 from potluck.link.link import connect
@@ -174,7 +175,7 @@ def go_on(strategy: ShardingStrategy, folder: str, upto: int) -> dict[str, Any]:
         model, optimizer = make(2)  # nothing is right by accident
         fleet.prepare(model, optimizer)
         train(fleet, model, 1)  # there is optimizer state already, of something else
-        fleet.run.step_number = 0
+        fleet.run.seek(Position())
         assert fleet.load(folder)
         loaded = look(fleet)
         train(fleet, model, upto)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import CheckpointConfig, FitConfig
+from potluck.agree.records import Position
 from potluck.data.rows import mix
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import StepDone, Validated, read_events
@@ -167,7 +168,7 @@ def test_a_window_counts_as_its_steps() -> None:
 
         average = WeightAverage(fleet.run, DECAY, fleet.lifecycle.as_agreed)
         before = [p.detach().clone() for p in model.parameters()]
-        fleet.run.step_number = 5
+        fleet.run.seek(Position(step=5))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1

@@ -1,6 +1,7 @@
 import multiprocessing
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from potluck.agree.records import Position
 from potluck.data.loader import Loader, SliceLoader
-from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, Position, even_batches, plan_step
+from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, even_batches, plan_step
 from potluck.data.source import source_of
 from potluck.errors import ConfigError
 from potluck.train.text import DataConfig, read_text, read_windows
@@ -99,7 +101,7 @@ def drain(loader: Loader) -> list[Any]:
         if loader.current.counts:
             batches.append(batch)
         if loader.current.last:
-            loader.position.row = loader.current.step_end
+            loader.seek(replace(loader.position, row=loader.current.step_end))
     return batches
 
 
@@ -138,7 +140,7 @@ def test_batches_that_are_fetched_ahead_are_the_same_also_when_shares_change() -
                 batches.append(batch.tolist())
                 assert loader.current is not None
                 if loader.current.last:
-                    loader.position.row = loader.current.step_end
+                    loader.seek(replace(loader.position, row=loader.current.step_end))
                 if ahead:
                     loader.fetch_ahead()
                     loader.fetch_ahead()
@@ -271,7 +273,7 @@ def test_a_collate_function_is_used() -> None:
 def test_the_length_is_the_micro_batches_that_are_left() -> None:
     loader = loader_of(torch.arange(10), size=4, micro_size=2)
     assert len(loader) == 5
-    loader.position.row = 8
+    loader.seek(replace(loader.position, row=8))
     assert len(loader) == 1
 
 
@@ -354,10 +356,10 @@ def test_what_is_left_of_an_epoch_follows_what_is_done_in_the_same_shuffled_orde
     assert loader.left_after([(8, 20)]) == () and loader.left_after([]) == ()
     left = loader.left_after([(3, 5), (9, 20)])
     assert left == ((3, 5), (9, 20))
-    loader.position = Position(0, 7, left)
+    loader.seek(Position(row=7, left=left))
     again = loader._order().tolist()
     assert again[7:] == order[3:5] + order[9:20] and sorted(again) == sorted(order)
     # And once more, within what was left: rows 7 and 10 to 12 of the new order are still to do.
     assert loader.left_after([(7, 8), (10, 13)]) == ((3, 4), (10, 13))
-    loader.position = Position(0, 16, loader.left_after([(7, 8), (10, 13)]))
+    loader.seek(Position(row=16, left=loader.left_after([(7, 8), (10, 13)])))
     assert loader._order().tolist()[16:] == [again[7], *again[10:13]]

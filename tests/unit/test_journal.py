@@ -10,18 +10,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from potluck.agree.records import Position
 from potluck.errors import ConfigError, JournalError
 from potluck.fleet import journal as journal_module
-from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.ledger import Ledger, prove
+from tests.fleet.virtual.disk import stood
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -73,7 +75,7 @@ def record(step: int, **changes: Any) -> StepRecord:
 
 def test_a_fresh_journal_stands_at_the_beginning(path: Path) -> None:
     journal = Journal(path)
-    assert journal.standing() == journal.standing(0) == RunPosition()
+    assert journal.standing() == journal.standing(0) == Position()
     assert journal.description is None and journal.fact("port") is None and journal.steps() == []
     journal.close()
 
@@ -94,10 +96,10 @@ def test_recorded_steps_are_there_after_a_restart(journal: Journal, path: Path) 
     journal.close()
     again = Journal(path)
     assert again.steps() == [1, 2, 3, 4, 5]
-    assert again.standing() == RunPosition(5, 1, 8, 18, [(0, 2), (2, 4), (4, 6), (6, 8)])
-    assert again.standing(2) == RunPosition(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
-    assert again.standing(4) == RunPosition(4, 1, 4, 14, [(0, 2), (2, 4)])
-    assert again.standing(0) == RunPosition()
+    assert again.standing() == stood(5, 1, 8, 18, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert again.standing(2) == stood(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert again.standing(4) == stood(4, 1, 4, 14, [(0, 2), (2, 4)])
+    assert again.standing(0) == Position()
     assert again.standing(6) is None
     assert prove(again.ranges(0), 10).holds
     again.close()
@@ -106,7 +108,7 @@ def test_recorded_steps_are_there_after_a_restart(journal: Journal, path: Path) 
 def test_after_an_epochs_last_step_the_next_one_begins(journal: Journal) -> None:
     for step in range(1, 4):
         journal.record(record(step))
-    assert journal.standing() == RunPosition(3, 1, 0, 10, [])
+    assert journal.standing() == stood(3, 1, 0, 10, [])
 
 
 def test_a_step_that_is_computed_again_takes_the_place_of_the_one_before(journal: Journal) -> None:
@@ -119,12 +121,12 @@ def test_a_run_that_goes_back_forgets_what_came_after(journal: Journal) -> None:
     for step in range(1, 6):
         journal.record(record(step))
     journal.rewind(2)
-    assert journal.steps() == [1, 2] and journal.standing() == RunPosition(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert journal.steps() == [1, 2] and journal.standing() == stood(2, 0, 8, 8, [(0, 2), (2, 4), (4, 6), (6, 8)])
     assert journal.ranges(1) == []
     journal.record(record(3))
     assert prove(journal.ranges(0), 10).holds
     journal.rewind(0)
-    assert journal.steps() == [] and journal.standing() == RunPosition()
+    assert journal.steps() == [] and journal.standing() == Position()
 
 
 def test_a_run_goes_back_to_where_its_checkpoint_stood_also_where_a_lost_steps_number_was_used_again(
@@ -133,8 +135,8 @@ def test_a_run_goes_back_to_where_its_checkpoint_stood_also_where_a_lost_steps_n
     """Found by the simulation: weights of one window with the position of another, so that rows were never trained."""
     for step in range(1, 6):
         journal.record(record(step))
-    same, other = RunPosition(4, 1, 4, 14, [(0, 4)]), RunPosition(4, 1, 6, 16, [(0, 6)])
-    assert journal.go_back(same) == RunPosition(4, 1, 4, 14, [(0, 2), (2, 4)]) and journal.steps() == [1, 2, 3, 4]
+    same, other = stood(4, 1, 4, 14, [(0, 4)]), stood(4, 1, 6, 16, [(0, 6)])
+    assert journal.go_back(same) == stood(4, 1, 4, 14, [(0, 2), (2, 4)]) and journal.steps() == [1, 2, 3, 4]
     assert journal.go_back(other) == other and journal.steps() == [1, 2, 3]
     assert journal.go_back(None) is None and journal.steps() == []
 
@@ -469,28 +471,29 @@ def test_a_journal_that_adds_steps_up_tells_what_one_tells_that_keeps_them_all(
     """Also where steps are done again, where turns have no rows, and after going back to any checkpoint."""
     draw = random.Random(seed)
     short, whole = Journal(in_memory / "short"), Journal(in_memory / "whole")
-    checkpoints: list[RunPosition] = []
+    checkpoints: list[Position] = []
     for each in (short, whole):
         each.keep("description", DESCRIBED.to_json())
     for _ in range(60):
         standing = whole.standing()
         assert standing is not None
         kind = draw.choice(["step"] * 8 + ["idle", "checkpoint", "back", "again"])
-        if kind == "checkpoint" and standing.step:
+        if kind == "checkpoint" and standing.version:
             prefix = [(0, standing.row)] if standing.row else []
-            checkpoints.append(RunPosition(standing.step, standing.epoch, standing.row, standing.rows_seen, prefix))
-            checkpoints[-1].turn = standing.turn
+            checkpoints.append(
+                stood(standing.version, standing.epoch, standing.row, standing.rows_seen, prefix, standing.turn)
+            )
         elif kind == "back":
             kept = draw.choice([None, *checkpoints])
             checkpoints = checkpoints[: checkpoints.index(kept) + 1] if kept is not None else []
             for each in (short, whole):
                 each.go_back(kept)
-        elif kind == "again" and standing.step > max(1, short.snapshot.step):
+        elif kind == "again" and standing.version > max(1, short.snapshot.step):
             for each in (short, whole):
-                each.rewind(standing.step - 1)
+                each.rewind(standing.version - 1)
         elif kind in ("step", "idle"):
             rows = 0 if kind == "idle" else min(4, DESCRIBED.rows - standing.row)
-            at, step = (standing.epoch, standing.row), standing.step + 1
+            at, step = (standing.epoch, standing.row), standing.version + 1
             ranges = ((at[1], at[1] + rows, 0),) if rows else ()
             seen = standing.rows_seen + rows
             for each, tail in ((short, 3), (whole, 10_000)):
@@ -503,8 +506,7 @@ def test_a_journal_that_adds_steps_up_tells_what_one_tells_that_keeps_them_all(
         found, expected = short.standing(), whole.standing()
         assert found is not None and expected is not None
         assert merged(found.ranges) == merged(expected.ranges)
-        found.ranges = expected.ranges
-        assert found == expected and short.steps() == whole.steps()
+        assert replace(found, ranges=expected.ranges) == expected and short.steps() == whole.steps()
         for epoch in range(expected.epoch + 1):
             assert merged(short.ranges(epoch)) == merged(whole.ranges(epoch))
         (held,) = short._base.execute("SELECT count(*) FROM steps").fetchone()
@@ -520,7 +522,7 @@ def test_a_journal_of_the_version_before_opens_and_is_shortened(
     kept = Path(__file__).parents[1] / "vectors" / "journal-v1.sqlite.gz"
     (tmp_path / "journal.sqlite").write_bytes(gzip.decompress(kept.read_bytes()))
     expected = what_it_tells(tmp_path)
-    assert expected[0] == RunPosition(11, 3, 8, 38, [(0, 2), (2, 4), (4, 6), (6, 8)])
+    assert expected[0] == stood(11, 3, 8, 38, [(0, 2), (2, 4), (4, 6), (6, 8)])
     monkeypatch.setattr(journal_module, "TAIL", 3)
     for _ in range(2):
         standing, previous, steps, ranges, facts = what_it_tells(tmp_path)

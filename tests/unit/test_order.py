@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from potluck.agree.records import Position
 from potluck.data.loader import Loader
 from potluck.data.order import EMPTY, SamplerOrder
 from potluck.data.plan import BatchConfig, BatchShare
@@ -96,7 +98,7 @@ def drain(loader: Loader) -> list[list[int]]:
         if loader.current.weighs:
             found.append(batch.tolist())
         if loader.current.last:
-            loader.position.row = loader.current.step_end
+            loader.seek(replace(loader.position, row=loader.current.step_end))
     return found
 
 
@@ -117,7 +119,7 @@ def test_epochs_are_those_of_the_data_loader_itself(name: str) -> None:
     assert [drain(loader) for _ in range(4)] == expected
     # Resumed in the middle of the third epoch: the generators have to be replayed until there.
     again = ours(LOADERS[name]())
-    again.position.epoch, again.position.row = 2, again.batch.size
+    again.seek(Position(epoch=2, row=again.batch.size))
     assert drain(again) == expected[2][1:] and drain(again) == expected[3]
 
 

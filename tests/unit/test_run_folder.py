@@ -256,7 +256,7 @@ def test_a_damaged_journal_is_set_aside_and_the_newest_checkpoint_taken(
     put_checkpoint(damaged, 2)
     before = Invite.parse((damaged / "invite").read_text().strip())
     with hosting(order(out="run", resume=True)) as host:
-        assert host.server.core.standing.step == 2
+        assert host.server.core.standing.version == 2
         assert host._invite("127.0.0.1") == before  # workers find it where it was
     said = capsys.readouterr().err
     assert "is damaged (" in said and "the run continues from step-00000002." in said and "Traceback" not in said

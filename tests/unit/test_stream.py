@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -170,7 +171,7 @@ def test_workers_use_each_place_once_and_what_reading_showed_comes_back(kind: ty
                 mine += batch.tolist()
                 assert loader.current is not None
                 if loader.current.last:
-                    loader.position.row = loader.current.step_end
+                    loader.seek(replace(loader.position, row=loader.current.step_end))
                 saved = loader.saved_stream()
                 assert saved and max(each[0] for each in saved) <= epoch * ROWS + loader.position.row
             found.append(mine)

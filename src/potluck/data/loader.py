@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from potluck.agree.records import Position
 from potluck.agree.terms import Fingerprint
 from potluck.agree.turns import Turns
 from potluck.data.fetching import Fetcher, Request
 from potluck.data.order import EMPTY
-from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, Position, plan_step
+from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, plan_step
 from potluck.data.rows import Batches, arrived, is_plain, mix, seed_everything
 from potluck.data.source import AskedData, Collate, source_of
 from potluck.data.stream import StreamRows
@@ -25,7 +26,7 @@ from potluck.errors import ConfigError
 class Loader:
     """This worker's micro-batches. Each pass gives the rest of the current epoch.
 
-    `current` is the micro-batch that was given last; its trainer moves `position` when its step is done.
+    `current` is the micro-batch that was given last; its trainer calls seek() when its step is done.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Loader:
         self.batch = batch
         self.rows = self.order.rows
         """Places of an epoch: of most orders, its rows."""
-        self.position = Position()
+        self._at = Position()
+        self._read_position: Callable[[], Position] = lambda: self._at
+        self.seek: Callable[[Position], None] = self._stand_at
         self.seed = seed
         self.current: MicroBatch | None = None
         self.given = 0
@@ -74,6 +77,18 @@ class Loader:
         self._turn_given = 0
         if self.rows == 0:
             raise ConfigError("The dataset is empty.")
+
+    @property
+    def position(self) -> Position:
+        """Where the epoch stands: the run's position, or that of a loader which no run has."""
+        return self._read_position()
+
+    def _stand_at(self, position: Position) -> None:
+        self._at = position
+
+    def follow_run(self, read: Callable[[], Position], seek: Callable[[Position], None]) -> None:
+        """From now on the position is a run's."""
+        self._read_position, self.seek = read, seek
 
     @property
     def steps_of_epoch(self) -> int:
@@ -104,7 +119,7 @@ class Loader:
         """Ends the epoch: all of its rows are done."""
         self.current = None
         self.on_epoch_end()
-        self.position = Position(self.position.epoch + 1)
+        self.seek(self.position.next_epoch())
 
     def _rest_of_epoch(self) -> Iterator[Any]:
         order, shares = self._order(), None
@@ -243,12 +258,6 @@ class Loader:
             return self.order.digest(self.position.epoch + 1, self.seed)
         except ConfigError:  # said when that epoch begins
             return ""
-
-    def pass_rows(self, rows: int) -> int:
-        """Counts `rows` more of the epoch as done. Returns how many batches, the short last one included, ended: one
-        that comes in several turns counts as many times."""
-        before, self.position.row = self.position.row, self.position.row + rows
-        return self.turns.count * (-(-self.position.row // self.batch.size) - -(-before // self.batch.size))
 
     def left_after(self, ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Ranges of this pass's order that are still to do, as Position keeps them; empty if they are its end."""

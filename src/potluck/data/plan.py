@@ -50,17 +50,6 @@ class BatchConfig:
         return -(-self.size // self.micro_size) if self.micro_size else 1
 
 
-@dataclass(slots=True)
-class Position:
-    """Where an epoch stands, no matter which workers have trained it so far."""
-
-    epoch: int = 0
-    row: int = 0
-    """Rows of this epoch's shuffled order that are done."""
-    left: tuple[tuple[int, int], ...] = ()
-    """If what was left to do when this pass began was not one range, its ranges: they then follow what is done."""
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """A range of the epoch's shuffled order that goes through the model at once."""

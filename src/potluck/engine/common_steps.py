@@ -35,8 +35,7 @@ def apply_step(
     if decision.fault is not None:
         skipped = run.skip(decision, step=run.step_number)
         replica.restore_buffers()
-        run.skipped += 1
-        run.skipped_rows += sum(int(report.rows) for report in reports)
+        run.skipped_steps(1, sum(int(report.rows) for report in reports))
         return skipped
     run.good_step()
     if not is_done:

@@ -67,10 +67,6 @@ class EitherSteps:
     def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
         return self._now.step(micro)
 
-    def count_rows(self, rows: int) -> None:
-        """Batches of the run, also where all step together: agreements are no count of them any more."""
-        self._alone.count_rows(rows)
-
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         return self._turn_to(is_together=is_together(committed)).agree(committed, means)
 

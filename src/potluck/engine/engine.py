@@ -256,6 +256,7 @@ class Engine(Handle):
         run.scale.learn(run.caller.samples_per_row, 1.0)
         loader = run.loader = self.rounds.make_loader(source, batch, seed)
         loader.turns = run.turns
+        loader.follow_run(lambda: run.at, run.seek)
         if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):
             expect_any_rows(replica.model)
         if run.batch_norm is not None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from potluck.agree.records import Position
 from potluck.composition import Wanted
-from potluck.data.plan import Position
 from potluck.engine.loop import Loop
 from potluck.engine.run_state import RunState
 from potluck.engine.switches import autocast

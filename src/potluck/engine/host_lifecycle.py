@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from potluck.data.plan import BatchConfig, Position, plan_step
+from potluck.data.plan import BatchConfig, plan_step
 from potluck.data.rows import arrived, read_batch
 from potluck.data.source import HeldOut
 from potluck.engine.look_sums import Figures, LookSums, add_up, means_of
@@ -67,7 +67,6 @@ class HostLifecycle:
         run.speaks = QUIET not in os.environ and run.link.rank == 0
         run.say = client.say
         run.saves = Saves(run.link, run.events, is_gone=lambda: self.driver.member.is_over)
-        run.kept.add("version", lambda tensors: self.version)
         run.events.on(Sampled, self._send_sample)
         client.on_stop = self._on_stop
         atexit.register(self._close_at_exit)
@@ -283,10 +282,6 @@ class HostLifecycle:
         limit = caller.rows_limit or 0
         return replace(self.description, training=caller.training, rows_limit=limit, told=caller.about)
 
-    def stand_at(self, epoch: int, row: int) -> None:
-        assert self.run.loader is not None
-        self.run.loader.position = Position(epoch, row)
-
     def load_state(self, folder: Path) -> tuple[int, int]:
         """From a folder that all ranks see: the version and the step that it is of."""
         run = self.run
@@ -296,7 +291,7 @@ class HostLifecycle:
         self.work.start_anew()
         self.was_moved |= standing["epoch"] != run.loader.position.epoch
         restore_position(run, standing)
-        return standing["version"] if "version" in standing else standing["step"], run.step_number
+        return run.at.version, run.at.step
 
     def start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""

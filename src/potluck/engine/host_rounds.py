@@ -70,9 +70,6 @@ class HostWork(Protocol):
         """Whether all of the work is done, and sent if it is of the round under way; a step of our own that was
         skipped."""
 
-    def count_rows(self, rows: int) -> None:
-        """Counts the rows of all workers in the round that is agreed on."""
-
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         """What all sent, as its mean, becomes everybody's; or all leave it."""
 
@@ -237,8 +234,7 @@ class HostRounds:
         driver.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
         driver.member.agree(committed)
         steps_before = run.step_number
-        run.rows_seen += committed.rows
-        self._work.count_rows(committed.rows)
+        run.agreed(committed.rows)
         decision = self._work.agree(committed, tensors)
         event = self._step_done(decision, told, started)
         driver.client.give_back(means)
@@ -263,7 +259,7 @@ class HostRounds:
     def _step_done(self, decision: StepDecision, told: dict[str, Any], started: float) -> StepDone | StepSkipped:
         run = self._run
         if decision.fault is not None:
-            run.skipped += 1
+            run.skipped_steps(1)
             return run.skip(decision, step=run.step_number)
         workers = [{name: row[name] for name in WorkerStep.__slots__ if name in row} for row in told["workers"]]
         seconds = told["seconds"] + time.perf_counter() - started

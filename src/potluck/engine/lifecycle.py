@@ -59,7 +59,7 @@ class GroupLifecycle:
     @property
     def version(self) -> int:
         """Agreements so far."""
-        return self._run.version
+        return self._run.at.version
 
     def _within(self, call: str) -> AbstractContextManager[None]:
         """A call that every worker must make: where some have not, the others say so."""
@@ -94,9 +94,9 @@ class GroupLifecycle:
         if not same:
             run.prepared().align()
             weights = "THE WORKERS' WEIGHTS HAD DRIFTED APART, and are worker 0's again"
-        skipped = f", {run.skipped_rows:,} of them in steps that were skipped" if run.skipped_rows else ""
+        skipped = f", {run.at.skipped_rows:,} of them in steps that were skipped" if run.at.skipped_rows else ""
         seen = compared or ("" if run.data else UNCOMPARED)
-        run.ledger, run.skipped_rows = Ledger(), 0
+        run.ledger = Ledger()
         epoch = run.loader.position.epoch
         run.last_epoch = EpochDone(
             epoch=epoch,

@@ -100,7 +100,7 @@ class MemberDriver:
                     self.client.connect(again=True)
                     self._present()
                 case effects.StandAt():
-                    self._lifecycle.stand_at(effect.epoch, effect.row)
+                    self._lifecycle.run.seek(effect.position)
                 case effects.SkipAverages():
                     self.client.pass_over_until(effect.step)
                 case effects.ServeState():

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from potluck.agree.loss_scale import LossScale
+from potluck.agree.records import Position, RunTerms
 from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
 from potluck.agree.turns import Turns
 from potluck.composition import Composition, Wanted
 from potluck.data.fetching import FetchOptions
 from potluck.data.loader import Loader
-from potluck.data.plan import MicroBatch, Position
+from potluck.data.plan import MicroBatch
 from potluck.data.rows import mix, seed_everything
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.frozen_base import FrozenBase
@@ -84,18 +85,13 @@ class RunState:
     state: UserState = field(default_factory=UserState)
     """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
 
-    version: int = 0
-    """Agreements so far."""
-    step_number: int = 0
-    steps_done: int = 0
-    """The same as step_number, except while after_step runs for each step of a window."""
+    at: Position = field(default_factory=Position, init=False)
+    """Where the run stands. seek(), advance() and agreed() move it, and nothing outside of this module does."""
+    shown_step: int | None = field(default=None, init=False)
+    """While after_step runs for each step of a window: which of them that is."""
     steps_before: int = 0
     """Steps of the run by the agreement before the last one."""
-    rows_seen: int = 0
-    skipped: int = 0
     skipped_in_a_row: int = 0
-    skipped_rows: int = 0
-    """Rows of the current epoch that were skipped."""
     ledger: Ledger = field(default_factory=Ledger)
     last_epoch: EpochDone | None = None
     """What was proved of the last epoch: `last_epoch.sentence`."""
@@ -189,10 +185,46 @@ class RunState:
 
     @property
     def position(self) -> Position:
-        """A place at an epoch's end is the beginning of the next."""
+        """Where the run stands; at an epoch's end, that is the beginning of the next."""
         assert self.loader is not None
-        position = self.loader.position
-        return Position(position.epoch + 1) if position.row >= self.loader.rows else position
+        return self.at.next_epoch() if self.at.row >= self.loader.rows else self.at
+
+    @property
+    def step_number(self) -> int:
+        return self.at.step if self.shown_step is None else self.shown_step
+
+    @property
+    def steps_done(self) -> int:
+        """The same as step_number, except while after_step runs for each step of a window."""
+        return self.at.step
+
+    @property
+    def rows_seen(self) -> int:
+        return self.at.rows_seen
+
+    @property
+    def skipped(self) -> int:
+        return self.at.skipped
+
+    @property
+    def terms(self) -> RunTerms:
+        is_sync = self.wanted.policy.steps_together
+        if self.loader is None:
+            return RunTerms(turns=self.turns.count, is_sync=is_sync)
+        rows, size = self.loader.rows, self.loader.batch.size
+        return RunTerms(rows=rows, batch=size, turns=self.turns.count, is_sync=is_sync)
+
+    def seek(self, position: Position) -> None:
+        """Moves the run elsewhere."""
+        self.at = position
+        self.turns.now = min(position.turn, self.turns.count - 1)
+
+    def agreed(self, rows: int, *, end: int | None = None) -> None:
+        """All have agreed: as Position.after() has it."""
+        self.at = self.at.after(rows, self.terms, end=end)
+
+    def skipped_steps(self, steps: int, rows: int = 0) -> None:
+        self.at = self.at.skip(steps, rows)
 
     @property
     def is_at_the_end(self) -> bool:
@@ -267,12 +299,10 @@ class RunState:
         self.scale.rise()
 
     def advance(self, rows: int) -> None:
-        self.step_number += 1
-        if not self.turns.is_last:
-            return
-        self.rows_seen += rows
-        if self.loader is not None and self.loader.current is not None:
-            self.loader.position.row = self.loader.current.step_end
+        """All have agreed on a step of the run: one turn of a batch."""
+        current = self.loader.current if self.loader is not None else None
+        end = current.step_end if current is not None else self.at.row
+        self.agreed(rows if self.turns.is_last else 0, end=end)
 
     def next_turn(self) -> None:
         """A step is done, applied or skipped."""
@@ -348,12 +378,11 @@ class RunState:
         if self.scheduled is not None:
             self.scheduled.agree(self.whole_steps)
         self.steps_before = steps_before
-        end = self.steps_done = self.step_number
-        for number in range(steps_before + 1, end + 1):
-            self.step_number = number
+        for number in range(steps_before + 1, self.at.step + 1):
+            self.shown_step = number
             for call in self.after_step:
                 call()
-        self.step_number = end
+        self.shown_step = None
         for call in self.after_agreement:
             call()
         if self.keeper is not None:  # the last of all: what was saved in a callback is not to be saved again

@@ -1,10 +1,11 @@
 """Where a run stands, as a checkpoint saves and restores it. The model's own state is up to save/."""
 
+from dataclasses import replace
 from pathlib import Path
 
+from potluck.agree.records import Position
 from potluck.agree.terms import differing_data
 from potluck.data.loader import Loader
-from potluck.data.plan import Position
 from potluck.engine.run_state import RunState
 from potluck.errors import CheckpointError
 from potluck.fleet.ledger import Ledger
@@ -17,16 +18,8 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
     """Where the run stands and what is kept beside the model, and the tensors among that."""
     tensors: KeptTensors = {}
     loader = run.loader
-    position = loader.position if loader is not None else Position()
-    found = {
-        "step": max(run.steps_done, run.step_number),
-        "rows_seen": run.rows_seen,
-        "skipped": run.skipped,
-        "skipped_rows": run.skipped_rows,
-        "epoch": position.epoch,
-        "row": position.row,
-        "left": [list(part) for part in position.left],
-        **({"turn": run.turns.now} if run.turns.count > 1 else {}),
+    position = run.at
+    found = position.to_dict() | {
         "rows_in_epoch": loader.rows if loader is not None else 0,
         "seed": loader.seed if loader is not None else 0,
         "batch": loader.batch.size if loader is not None else 0,
@@ -64,19 +57,13 @@ def check_position(run: RunState, path: Path, standing: Standing) -> None:
 
 def restore_position(run: RunState, standing: Standing) -> None:
     """Moves the run to a saved position."""
-    run.step_number = standing["step"]
-    run.rows_seen = standing["rows_seen"]
-    run.turns.now = min(max(0, standing.get("turn", 0)), run.turns.count - 1)
-    run.skipped = standing["skipped"]
-    run.skipped_rows = standing["skipped_rows"]
+    position = Position.from_dict(standing)
+    run.seek(position if run.loader is not None else replace(position, epoch=0, row=0, left=()))
     if run.loader is not None:
         _tell_of_changes(run, standing, run.loader)
-        left = tuple((start, end) for start, end in standing.get("left", ()))
-        run.loader.position = Position(standing["epoch"], standing["row"], left)
         run.loader.seed = standing["seed"]
         run.loader.restore_stream(standing.get("stream", []))
         run.loader.current = None
-    run.steps_done = run.step_number
     run.kept.load(standing)
     run.state.tell_loaded()
     # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.

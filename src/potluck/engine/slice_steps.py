@@ -157,11 +157,6 @@ class SliceSteps:
             self._driver.reach("sent")
         return micro.last, None
 
-    def count_rows(self, rows: int) -> None:
-        assert self._run.loader is not None
-        self._run.step_number = self._driver.member.version
-        self._run.loader.position.row += rows
-
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums

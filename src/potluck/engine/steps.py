@@ -146,7 +146,6 @@ class Steps:
         run = self._run
         run.next_turn()
         run.tell(event)
-        run.version += 1
         self._share_anew(run.grid.merge(reports, "pipeline"))
         self._choose_wire(reports)
         run.tell_agreed(run.step_number - 1)

@@ -124,7 +124,7 @@ class WindowSteps:
         self._batches += is_last
         self._samples += done.samples * is_last
         if decision.fault is not None:
-            run.skipped += 1
+            run.skipped_steps(1)
         elif is_last:
             self._good_samples += done.samples
             self._good_loss += done.loss_sum
@@ -169,12 +169,6 @@ class WindowSteps:
             self._driver.check_weights(in_step=True)  # what the window began with, which its change is counted from
         self._delta.end(weight)
         self._driver.reach("sent")
-
-    def count_rows(self, rows: int) -> None:
-        run = self._run
-        assert run.loader is not None
-        # Of a step that all take together, in the middle of a batch's turns, there are no rows yet.
-        run.step_number += run.loader.pass_rows(rows) - run.turns.now if rows else 1
 
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
         """The mean of what all changed, from where all began."""

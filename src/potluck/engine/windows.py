@@ -284,11 +284,9 @@ class Windows:
         found = decide_step(reports, norm, run.samples_per_gradient, run.config.clip)
         rows, is_last = [int(report.rows) for report in reports], run.turns.is_last
         self._is_open, self._window = not is_last, self._window._replace(rows=tally.rows * is_last)
-        run.version += 1
         run.stopping = any(report.wants_stop for report in reports) and is_last
         steps_before = run.step_number - run.turns.now
-        run.rows_seen += sum(rows) * is_last
-        run.step_number += self._loader.pass_rows(sum(rows)) - run.turns.now if is_last else 1
+        run.agreed(sum(rows) * is_last)
         agreed = time.perf_counter()
         event: StepDone | StepSkipped | None = apply_step(run, found, reports, tally.samples)
         own_s = time.perf_counter() - agreed  # a replica that stepped by itself would need that, too
@@ -349,14 +347,12 @@ class Windows:
             [WindowReport(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in reports],
             max(report.sync_s for report in reports),
         )
-        self._run.version += 1
         steps_before, rows = self._run.step_number, sum(int(report.rows) for report in reports)
         self._run.scale.agree([report.loss_scale for report in reports])
         self._run.scale.learn(samples, sum(report.rows - report.skipped_rows for report in reports))
-        self._run.skipped += sum(int(report.skipped) for report in reports)
-        self._run.skipped_rows += sum(int(report.skipped_rows) for report in reports)
-        self._run.rows_seen += rows
-        self._run.step_number += loader.pass_rows(rows)
+        skipped, skipped_rows = sum(report.skipped for report in reports), sum(r.skipped_rows for r in reports)
+        self._run.skipped_steps(int(skipped), int(skipped_rows))
+        self._run.agreed(rows)
         self._run.stopping = any(report.wants_stop for report in reports)
         self._run.events.emit(self._tell_window(reports, samples))
         self._run.tell_agreed(steps_before)
@@ -382,7 +378,7 @@ class Windows:
                 step=self._run.step_number,
                 rows=decision.rows,
                 reason=decision.reason,
-                version=self._run.version,
+                version=self._run.at.version,
                 anchor=decision.anchor,
                 divergence=self._delta.drift,
             )

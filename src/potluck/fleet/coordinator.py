@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from potluck.agree.records import Position
 from potluck.errors import TheirProtocolError
 from potluck.events import Sampled, Stalled, WentBack, WorkerWent
 from potluck.fleet import bounds
-from potluck.fleet.coordinator_state import CoordinatorState, Resumed, RunPosition
+from potluck.fleet.coordinator_state import CoordinatorState, Resumed
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Close, Effect, Emit, Send, SendBase, ShowTo
 from potluck.fleet.ending import Ending
@@ -91,7 +92,7 @@ class Coordinator(CoordinatorState):
         # Each knows those above it, and none below.
         self.digests = Digests(self, dict(resumed.agreed))
         self.evaluations = Evaluations(self)
-        self.gatherings = Gatherings(self, self.evaluations, resumed.expected, self.standing.step)
+        self.gatherings = Gatherings(self, self.evaluations, resumed.expected, self.standing.version)
         self.saving = Saving(self, self.digests)
         self.rounds = StepDispatcher(self, self.digests, at_least)
         self.stragglers = Stragglers(self, self.rounds)
@@ -271,15 +272,15 @@ class Coordinator(CoordinatorState):
             return self.refuse(self.saving.sender, "bad checkpoint", error)
         return self.saving.on_saved(step, folder, error, size)
 
-    def found(self, kept: RunPosition, folder: str) -> None:
+    def found(self, kept: Position, folder: str) -> None:
         """The newest checkpoint on the disk, from before this coordinator was there."""
         self.saving.found(kept, folder)
 
-    def restored(self, now: float, standing: RunPosition | None) -> list[Effect]:
+    def restored(self, now: float, standing: Position | None) -> list[Effect]:
         """The run resumes from the newest checkpoint, or from its beginning where there is none."""
         before = self.steps_done
         self.clock = now
-        self.standing = standing or RunPosition()
+        self.standing = standing or Position()
         self.previous, self.ahead, self.skipped = None, None, 0
         self.weights.is_restoring, self.expected = False, 0
         self.saving.on_restored()
@@ -302,7 +303,7 @@ class Coordinator(CoordinatorState):
         self._forgive_pause(now)
         effects: list[Effect] = []
         for member in self.membership.late(now, self.patience_s):
-            why = f"silent for {member.silent_s(now):.1f} s while {member.doing(self.standing.step)}"
+            why = f"silent for {member.silent_s(now):.1f} s while {member.doing(self.standing.version)}"
             effects += self.close(member.peer, why)
         effects += self.stragglers.relieve()
         effects += self.stragglers.tell()

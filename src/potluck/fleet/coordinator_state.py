@@ -4,43 +4,25 @@ Each machine has its own state beside this, and sees the others only through the
 A machine parts with a peer by close(), refuse() or shut(): through them the coordinator tells every other machine.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from potluck.agree.records import Position
 from potluck.events import WorkerCame
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Effect, Emit, Send
-from potluck.fleet.ledger import Range
 from potluck.fleet.membership import PAUSE, Membership, WorkerRecord, beat_s
 from potluck.wire.messages import LET_GO, Refusal, Shutdown
-
-
-@dataclass
-class RunPosition:
-    """Where the run stands: what a restart resumes from."""
-
-    step: int = 0
-    epoch: int = 0
-    row: int = 0
-    rows_seen: int = 0
-    ranges: list[Range] = field(default_factory=list)
-    """Committed ranges of this epoch."""
-    turn: int = 0
-    """How many of its turns the batch has had whose rows are not counted yet."""
-
-    def position(self) -> str:
-        return json.dumps({"step": self.step, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
     """What a coordinator knows of the one that led this run before it."""
 
-    standing: RunPosition | None = None
-    previous: RunPosition | None = None
+    standing: Position | None = None
+    previous: Position | None = None
     """The position one step earlier."""
     description: Description | None = None
     next_id: int = 0
@@ -57,9 +39,10 @@ class CoordinatorState:
         self.patience_s = patience_s
         self.clock = 0.0
         """The time of the last call from outside."""
-        self.standing = resumed.standing or RunPosition()
+        self.standing = resumed.standing or Position()
+        """Where the run stands: what a restart resumes from."""
         self.previous = resumed.previous
-        self.ahead: RunPosition | None = None
+        self.ahead: Position | None = None
         """After the step that is being computed again: it is on record, and somebody may have applied it."""
         self.skipped = 0
         """The last such step that counted as it is on record in the end, so that nobody sends its average; 0: none."""
@@ -90,7 +73,7 @@ class CoordinatorState:
     @property
     def latest(self) -> int:
         """The last step that anybody can have applied: also the one under way, if it is being computed again."""
-        return self.ahead.step if self.ahead is not None else self.standing.step
+        return self.ahead.version if self.ahead is not None else self.standing.version
 
     @property
     def is_complete(self) -> bool:
@@ -99,11 +82,8 @@ class CoordinatorState:
 
     @property
     def steps_done(self) -> int:
-        """Batches of the run. The standing's step counts agreements, and there may be several batches to one."""
-        standing = self.standing
-        if self.description is None or self.description.windowed is None:
-            return standing.step
-        return self.description.steps_at(standing.epoch, standing.row)
+        """Batches of the run. The standing's version counts agreements, and there may be several batches to one."""
+        return self.standing.step
 
     @property
     def steps_total(self) -> int:
@@ -120,7 +100,7 @@ class CoordinatorState:
     def skip_ahead(self) -> None:
         """The step that was being computed again counts as it is on record."""
         if self.ahead is not None:
-            self.skipped = self.ahead.step
+            self.skipped = self.ahead.version
             self.previous, self.standing, self.ahead = self.standing, self.ahead, None
 
     def came(self, member: WorkerRecord) -> Emit:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from potluck.agree.policy import OUTER, OVERLAP, ApplyPolicy, Async, Auto, Cadence, Sync, Windowed
+from potluck.agree.records import Position, RunTerms
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.coded_numbers import CODINGS, WIRES, Coding, coding_of
 from potluck.errors import TheirProtocolError
@@ -140,9 +141,17 @@ class Description:
         policy = self.windowed
         return policy is not None and not policy.may_step_together
 
+    @property
+    def terms(self) -> RunTerms:
+        return RunTerms(rows=self.rows, batch=self.batch, turns=self.turns, is_sync=self.policy not in _WINDOWED)
+
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
         return self.turns * (epoch * -(-self.rows // self.batch) + -(-row // self.batch))
+
+    def steps_of(self, position: Position) -> int:
+        """How many there are at a position whose own step is not known."""
+        return position.version if self.windowed is None else self.steps_at(position.epoch, position.row)
 
     @property
     def moments(self) -> frozenset[int]:

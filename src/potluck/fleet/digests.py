@@ -48,7 +48,7 @@ class Digests:
 
     def forget_old(self) -> None:
         """Of steps so old that nobody is compared by them; a worker that replays them tells them one by one."""
-        for old in [step for step in self.told if step < self._run.standing.step - 2]:
+        for old in [step for step in self.told if step < self._run.standing.version - 2]:
             self.forget(old)
 
     def forget_worker(self, member: WorkerRecord) -> None:

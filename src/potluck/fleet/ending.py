@@ -36,7 +36,7 @@ class Ending:
     def _part_with(self, member: WorkerRecord, leave: Leave) -> list[Effect]:
         """That it has finished ends the run for all only once nobody else who holds the weights is at work."""
         run = self.run
-        is_last = member.is_ready and member.applied >= run.standing.step
+        is_last = member.is_ready and member.applied >= run.standing.version
         if leave.finished == FOR_ALL and is_last and not run.is_complete and run.standing.rows_seen:
             run.rows_limit = run.standing.rows_seen
             return [*self.rounds.abandon(), *self._part_with(member, leave)]
@@ -44,7 +44,7 @@ class Ending:
         may_be_over = run.stopping or not run.rows_limit or run.is_complete
         if not (leave.finished and is_last and may_be_over):
             return self.saving.let_go(member)
-        self.over_at, self.over_since = run.standing.step, run.clock
+        self.over_at, self.over_since = run.standing.version, run.clock
         if any(not m.leaving for m in run.membership.holders):
             return run.shut(member)
         return self._end()
@@ -52,7 +52,7 @@ class Ending:
     @property
     def _is_said_to_be_over(self) -> bool:
         """Whether a worker with the last step's weights said so, and has taken no other step since."""
-        return self.over_at is not None and self.over_at >= self.run.standing.step
+        return self.over_at is not None and self.over_at >= self.run.standing.version
 
     def request_stop(self) -> list[Effect]:
         """The step under way is the last, and is saved."""

@@ -18,12 +18,14 @@ import sqlite3
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from potluck.agree.records import Position
 from potluck.errors import ConfigError, JournalError, PotluckError
-from potluck.fleet.coordinator_state import Resumed, RunPosition
+from potluck.fleet.coordinator_state import Resumed
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.journal_snapshot import JournalSnapshot
@@ -263,8 +265,7 @@ class Journal:
             snapshot.add(epoch, [(start, end) for _, start, end in group], described.rows)
         steps = self._base.execute("SELECT step, step + 1 FROM steps WHERE step <= ? ORDER BY step", (last,))
         snapshot.steps = Ledger([*snapshot.steps, *steps]).ranges
-        snapshot.step = last
-        snapshot.epoch, snapshot.row, snapshot.rows_seen, snapshot.turn = stood
+        snapshot.stand_at(stood)
         self._put_fact(SNAPSHOT, snapshot.to_json())
         for table in ("steps", "ranges"):
             self._base.execute(f"DELETE FROM {table} WHERE step <= ?", (last,))
@@ -305,9 +306,9 @@ class Journal:
                 self._base.execute("DELETE FROM facts WHERE name = ?", (SNAPSHOT,))
                 del self._kept[SNAPSHOT]
 
-    def go_back(self, kept: RunPosition | None) -> RunPosition | None:
+    def go_back(self, kept: Position | None) -> Position | None:
         """The run resumes from a checkpoint, or from its beginning: where it stands then."""
-        if kept is not None and kept.step < self.snapshot.step:
+        if kept is not None and kept.version < self.snapshot.step:
             older = self.snapshot.back_to(kept)
             with self._writing():
                 for table in ("steps", "ranges", "digests"):
@@ -315,12 +316,12 @@ class Journal:
                 self._steps = 0
                 self._put_fact(SNAPSHOT, older.to_json())
             return kept
-        mine = self.standing(kept.step) if kept is not None else None  # it knows who computed what
+        mine = self.standing(kept.version) if kept is not None else None  # it knows who computed what
         if kept is None or mine is None or mine.rows_seen == kept.rows_seen:
-            self.rewind(kept.step if kept is not None else 0)
+            self.rewind(kept.version if kept is not None else 0)
             return mine or kept
         # The disk lost the step that was kept, and a window that took its number is over other rows.
-        self.rewind(kept.step - 1)
+        self.rewind(kept.version - 1)
         return kept
 
     def keep(self, name: str, value: str) -> None:
@@ -342,26 +343,25 @@ class Journal:
     def snapshot(self) -> JournalSnapshot:
         return JournalSnapshot.from_json(self.fact(SNAPSHOT))
 
-    def standing(self, step: int | None = None) -> RunPosition | None:
+    def standing(self, step: int | None = None) -> Position | None:
         """Where the run stood after a step, or stands now; none if that step is not on record."""
         described = self.description
         last = self._base.execute("SELECT max(step) FROM steps").fetchone()[0]
         step = (last or self.snapshot.step) if step is None else step
         if not step or described is None:
-            return RunPosition() if step in (None, 0) else None
-        stood = self._stood(step)
-        if stood is None:
+            return Position() if step in (None, 0) else None
+        if (stood := self._stood(step)) is None:
             return None
-        epoch, row, rows_seen, turn = stood
-        if row >= described.rows:
-            return RunPosition(step, epoch + 1, 0, rows_seen, [])
-        return RunPosition(step, epoch, row, rows_seen, self.ranges(epoch, until=step), turn)
+        stood = replace(stood, step=described.steps_of(stood))
+        if stood.row >= described.rows:
+            return stood.next_epoch()
+        return replace(stood, ranges=tuple(self.ranges(stood.epoch, until=step)))
 
-    def _stood(self, step: int) -> tuple[int, int, int, int] | None:
-        """The epoch and row at which a step ended, the rows seen until then, and how many turns its batch has had."""
+    def _stood(self, step: int) -> Position | None:
+        """Where the run stood as a step ended, in the epoch that it was of."""
         snapshot = self.snapshot
         if step and step == snapshot.step:
-            return snapshot.epoch, snapshot.row, snapshot.rows_seen, snapshot.turn
+            return snapshot.position
         found = self._base.execute(
             "SELECT epoch, first_row + rows, rows_seen FROM steps WHERE step = ?", (step,)
         ).fetchone()
@@ -371,12 +371,14 @@ class Journal:
         (counted,) = self._base.execute(before, (step,)).fetchone()
         since = "SELECT count(*) FROM steps WHERE step <= ? AND step > ?"
         (turns,) = self._base.execute(since, (step, counted or 0)).fetchone()
-        return (*found, turns if counted is not None else turns + snapshot.turn)
+        epoch, row, rows_seen = found
+        turn = turns if counted is not None else turns + snapshot.turn
+        return Position(version=step, epoch=epoch, row=row, rows_seen=rows_seen, turn=turn)
 
-    def resumed(self, standing: RunPosition | None = None) -> Resumed:
+    def resumed(self, standing: Position | None = None) -> Resumed:
         """All that the next coordinator of this run begins with. `standing`: of a checkpoint, where this holds none."""
         standing = standing or self.standing()
-        step = standing.step if standing is not None else 0
+        step = standing.version if standing is not None else 0
         return Resumed(
             standing=standing,
             previous=self.standing(step - 1) if step else None,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from potluck.fleet.coordinator_state import RunPosition
+from potluck.agree.records import Position
 from potluck.fleet.ledger import Ledger, Range
 
 
@@ -26,6 +26,14 @@ class JournalSnapshot:
     """Epochs of which each row was trained exactly once, as half-open intervals."""
     ranges: dict[int, list[Range]] = field(default_factory=dict)
     """Rows of every other epoch, neighbours as one. A row that was trained twice is in two of them."""
+
+    @property
+    def position(self) -> Position:
+        return Position(version=self.step, epoch=self.epoch, row=self.row, rows_seen=self.rows_seen, turn=self.turn)
+
+    def stand_at(self, position: Position) -> None:
+        self.step, self.epoch, self.row = position.version, position.epoch, position.row
+        self.rows_seen, self.turn = position.rows_seen, position.turn
 
     def to_json(self) -> str:
         return json.dumps(vars(self))
@@ -55,19 +63,16 @@ class JournalSnapshot:
     def _is_whole(self, epoch: int) -> bool:
         return any(start <= epoch < end for start, end in self.whole)
 
-    def back_to(self, kept: RunPosition) -> "JournalSnapshot":
+    def back_to(self, kept: Position) -> "JournalSnapshot":
         """The snapshot of a checkpoint that is older than this one."""
-        return JournalSnapshot(
-            step=kept.step,
-            epoch=kept.epoch,
-            row=kept.row,
-            rows_seen=kept.rows_seen,
-            turn=kept.turn,
-            steps=_until(self.steps, kept.step + 1),
+        found = JournalSnapshot(
+            steps=_until(self.steps, kept.version + 1),
             whole=_until(self.whole, kept.epoch),
             ranges={epoch: ranges for epoch, ranges in self.ranges.items() if epoch < kept.epoch}
             | ({kept.epoch: list(kept.ranges)} if kept.ranges else {}),
         )
+        found.stand_at(kept)
+        return found
 
 
 def _pairs(found: list[list[int]]) -> list[Range]:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
 
+from potluck.agree.records import Position
 from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.fleet.file_stream import stream_files
 from potluck.fleet.member_asks import MemberEvaluation, MemberGathering
@@ -194,12 +195,12 @@ class Member:
         return []
 
     def _come_in(self, admitted: Admitted) -> list[MemberEffect]:
-        where = position_of(admitted.position)
-        if 0 < self.version == where["step"] and where["rows_seen"] != self._rows_seen:
+        where = Position.from_wire(admitted.position)
+        if 0 < self.version == where.version and where.rows_seen != self._rows_seen:
             return self._come_again()
         self.phase, self.is_in = MemberPhase.IN, True
-        begins = not self.version and admitted.step == where["step"]
-        effects: list[MemberEffect] = [StandAt(where["epoch"], where["row"])] if begins else []
+        begins = not self.version and admitted.step == where.version
+        effects: list[MemberEffect] = [StandAt(where)] if begins else []
         if self.saved.step < self.save_due:  # the answer may have been lost with the connection
             effects.append(SendToHost(SaveDue(self.save_due, 2)))
         return effects + self._ask_again()
@@ -469,9 +470,3 @@ def is_together(committed: Committed) -> bool:
 def has_overflowed(committed: Committed) -> bool:
     """Whether a gradient of the step had no room in fp16, so that nobody applies it."""
     return bool(json.loads(committed.workers).get("overflowed"))
-
-
-def position_of(text: str) -> dict[str, int]:
-    """Where the run stands, as the host tells it."""
-    found = json.loads(text)
-    return {name: int(found[name]) for name in ("step", "epoch", "row", "rows_seen")}

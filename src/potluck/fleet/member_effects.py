@@ -1,5 +1,6 @@
 """What a Member decides, as things to do: its driver does them, in their order. Pure."""
 
+from potluck.agree.records import Position
 from potluck.errors import PotluckError
 from potluck.fleet import effects
 from potluck.wire.messages import Committed, Message, Work
@@ -33,8 +34,7 @@ class Rejoin(MemberEffect):
 class StandAt(MemberEffect):
     """The run begins here, with the weights that this worker has built."""
 
-    epoch: int
-    row: int
+    position: Position
 
 
 class SkipAverages(MemberEffect):

@@ -55,7 +55,7 @@ class Orders:
 
     def _save(self) -> list[Effect]:
         step = self.run.steps_done
-        if not self.run.standing.step or not self.run.membership.holders:
+        if not self.run.standing.version or not self.run.membership.holders:
             return [self._tell("save", "There is nothing to save yet.", done=False)]
         if self.saving.is_last_kept:
             return [self._tell("save", f"Step {step:,} is saved already.", done=False)]

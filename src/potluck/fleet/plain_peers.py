@@ -31,7 +31,7 @@ class PlainPeers:
             return run.refuse(peer, "too soon", "")
         if len(run.membership.members) >= bounds.MOST_WORKERS:
             return run.refuse(peer, "too many", "")
-        if run.standing.step or run.finished:
+        if run.standing.version or run.finished:
             return self._turn_away(peer, "a plain peer cannot be given the weights, and the run is on")
         if (why := self._why_none) is not None:
             return self._turn_away(peer, why)

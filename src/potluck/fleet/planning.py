@@ -152,7 +152,7 @@ class StepPlanner:
         """The largest of them when they were last counted in."""
         self._more_s = 0.0
         """What the last step that all took together cost beyond computing; 0: the last one was a window."""
-        is_new = run.description is None and not run.standing.step
+        is_new = run.description is None and not run.standing.version
         self._alike_at = 0 if is_new else -1
         """The step after which all workers' optimizers are known to hold the same; in a window they part. Before the
         first step they do, but not where the run was led before: it may have gone back to its beginning."""
@@ -171,7 +171,7 @@ class StepPlanner:
         is_first = standing.rows_seen < policy.together * run.rows_limit
         # In a window that is begun again, or was before this host was started, optimizers may have moved; and after one
         # they hold the same only where they are averaged.
-        is_alike = self._alike_at == standing.step
+        is_alike = self._alike_at == standing.version
         if standing.turn or windows.is_best_together(is_early=is_first, may=is_alike or not policy.chooses):
             return self._plan_together(working, rows_left, is_first=is_first)
         return self._plan_window(working, rows_left)
@@ -207,7 +207,7 @@ class StepPlanner:
         _spare_plain_peers(working, shared)
         self._last = peers, quotas
         return StepPlan(
-            step=standing.step + 1,
+            step=standing.version + 1,
             epoch=standing.epoch,
             bounds=slice_rows(standing.row, rows, slices),
             nodes=shared,
@@ -229,7 +229,7 @@ class StepPlanner:
             nodes.append([(len(sizes), len(sizes) + 2)] if rows else [])
             sizes += [rows, 0] if rows else []
         return StepPlan(
-            step=standing.step + 1,
+            step=standing.version + 1,
             epoch=standing.epoch,
             bounds=sized_rows(standing.row, sizes),
             nodes=nodes,
@@ -248,7 +248,7 @@ class StepPlanner:
                 step=self._run.steps_done,
                 rows=decision.rows,
                 reason=decision.reason,
-                version=self._run.standing.step,
+                version=self._run.standing.version,
                 anchor=decision.anchor,
                 divergence=self._drift,
             )
@@ -295,7 +295,7 @@ class StepPlanner:
 
     def on_applied(self, member: WorkerRecord, applied: Applied) -> None:
         """This worker has applied a step for the first time."""
-        if member.worker_id in self._worked and applied.step == self._run.standing.step:
+        if member.worker_id in self._worked and applied.step == self._run.standing.version:
             self._applying_s = max(self._applying_s, self._run.clock - self._committed_at)
             self._divergence[member.worker_id] = applied.divergence if applied.divergence >= 0 else math.inf
 

@@ -1,7 +1,8 @@
 """Checkpoints for the host's disk: when one is due, who sends it, and what is kept. Pure."""
 
+from potluck.agree.records import Position
 from potluck.events import CheckpointFailed, CheckpointSaved
-from potluck.fleet.coordinator_state import CoordinatorState, RunPosition
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Emit, SaveAbort, SaveBegin, SaveChunk, Send
 from potluck.fleet.membership import WorkerRecord
@@ -41,23 +42,23 @@ class Saving:
 
     @property
     def is_last_kept(self) -> bool:
-        return bool(self.saved.folder) and self.saved.step == self._run.standing.step
+        return bool(self.saved.folder) and self.saved.step == self._run.standing.version
 
     @property
     def is_under_way(self) -> bool:
         return self.sender is not None or self.is_writing or self.due is not None
 
-    def found(self, kept: RunPosition, folder: str) -> None:
+    def found(self, kept: Position, folder: str) -> None:
         """The newest checkpoint on the disk, from before this coordinator was there. It may be of a step that a journal
         has lost, and whose number another has by now."""
         standing = self._run.standing
-        if kept.step < standing.step or (kept.step, kept.rows_seen) == (standing.step, standing.rows_seen):
-            self.saved = Saved(kept.step, folder, "")
+        if kept.version < standing.version or (kept.version, kept.rows_seen) == (standing.version, standing.rows_seen):
+            self.saved = Saved(kept.version, folder, "")
 
     def on_restored(self) -> None:
         """The run has gone back: saves that were due no longer are."""
         self.due = self._again_at = None
-        if self.saved.step > self._run.standing.step:  # it turned out to be damaged
+        if self.saved.step > self._run.standing.version:  # it turned out to be damaged
             self.saved = Saved(0, "", "")
 
     # When, and by whom
@@ -90,7 +91,7 @@ class Saving:
 
     def save_now(self) -> list[Effect]:
         """Somebody wants one, though none is due."""
-        self.due, self._again_at = SaveDue(self._run.standing.step, self._keep_last), None
+        self.due, self._again_at = SaveDue(self._run.standing.version, self._keep_last), None
         self._asked, self._moved_at = NOBODY, self._run.clock
         return self.ask()
 

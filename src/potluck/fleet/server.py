@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from potluck.agree.records import Position
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import Event, Noticed
 from potluck.fleet import effects
 from potluck.fleet.base_folder import BaseFolder, BaseSender
 from potluck.fleet.coordinator import Coordinator
-from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection, PeerWriter
@@ -62,7 +62,7 @@ class Saver(Protocol):
     def begin(self, step: int, header: str, keep_last: int, on_saved: OnSaved) -> None: ...
     def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None: ...
     def abort(self) -> None: ...
-    def newest(self) -> tuple[Path, RunPosition] | None:
+    def newest(self) -> tuple[Path, Position] | None:
         """The newest whole checkpoint, and where the run stood."""
 
 
@@ -109,7 +109,7 @@ class Server:
             new_peer=itertools.count(1).__next__,
         )
         self._base = BaseSender(None, self._lobby.send)
-        if coordinator.standing.step and (newest := saver.newest()) is not None:
+        if coordinator.standing.version and (newest := saver.newest()) is not None:
             coordinator.found(newest[1], str(newest[0]))
         coordinator.weights.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:

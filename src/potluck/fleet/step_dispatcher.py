@@ -62,9 +62,9 @@ class StepDispatcher:
             return []
         if run.paused:
             return []
-        if run.stopping if standing.step else len(ready) < self._at_least:
+        if run.stopping if standing.version else len(ready) < self._at_least:
             return self._notices.tell_waiting()
-        working = self._working(standing.step + 1)
+        working = self._working(standing.version + 1)
         if not any(not m.plain for m in working):
             return self._start_ahead()
         plan = self._planner.plan(working)
@@ -86,7 +86,7 @@ class StepDispatcher:
         """All who stay have applied the step that was to be computed again: they continue. Others would be left behind,
         for nobody sends its average."""
         run, staying = self._run, [m for m in self._run.membership.holders if not m.leaving]
-        if run.ahead is None or not staying or any(m.since <= run.ahead.step for m in staying):
+        if run.ahead is None or not staying or any(m.since <= run.ahead.version for m in staying):
             return []
         run.skip_ahead()
         return self.start()
@@ -369,16 +369,13 @@ class StepDispatcher:
         if under.decision is not None:
             self._planner.measure(under)
         run.ahead = None
-        run.previous = replace(standing, ranges=list(standing.ranges))
-        standing.step, standing.row = under.step, under.row + record.rows
-        standing.rows_seen += record.rows
-        standing.turn = 0 if record.rows else standing.turn + 1
-        standing.ranges += [(start, end) for start, end, _ in record.ranges]
+        ranges = standing.ranges + tuple((start, end) for start, end, _ in record.ranges)
+        run.previous, run.standing = standing, replace(standing.after(record.rows, run.described.terms), ranges=ranges)
         self._records[under.step] = record
         self._digests.forget_old()
-        epoch = self._end_epoch() if standing.row >= run.described.rows else None
+        epoch = self._end_epoch() if run.standing.row >= run.described.rows else None
         if under.decision is not None:
-            run.steps[standing.step] = run.steps_done
+            run.steps[run.standing.version] = run.steps_done
         holders = run.membership.holders
         run.leaders[under.step] = holders[0].worker_id if holders else 0
         run.leaders.pop(under.step - 3, None)
@@ -453,7 +450,7 @@ class StepDispatcher:
             not_compared=left_out,
             sentence="; ".join([f"Epoch {standing.epoch + 1}: {proof}{unseen}", *compared]) + ".",
         )
-        standing.epoch, standing.row, standing.ranges = standing.epoch + 1, 0, []
+        self._run.standing = standing.next_epoch()
         self._digests.drifted = False
         return done
 

@@ -36,7 +36,7 @@ class Stragglers:
         return effects
 
     def _stalled(self, member: WorkerRecord, is_silent: bool, seconds: float, then: str = "") -> Emit:
-        doing = f"{'silent while ' * is_silent}{member.doing(self.run.standing.step)}"
+        doing = f"{'silent while ' * is_silent}{member.doing(self.run.standing.version)}"
         return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=seconds, then=then))
 
     def _waited_since(self, member: WorkerRecord) -> float:
@@ -120,7 +120,7 @@ class Stragglers:
         is_silent = run.is_silent(member)
         seconds = member.silent_s(run.clock) if is_silent else run.clock - member.working_since
         stalled = self._stalled(member, is_silent, seconds, f"the others compute its part of step {step}")
-        doing = member.doing(run.standing.step)
+        doing = member.doing(run.standing.version)
         member.relieved, member.relieved_amount, member.relieved_of = step, self._amount(member), doing
         member.warned_at = run.clock
         return [stalled, *self.rounds.take_away(member, avoid=member.peer)]

@@ -70,12 +70,12 @@ class Transfers:
             self.digests.trusted, key=lambda m: (m.peer == avoid, m.leaving, m.kind != member.kind, busy[m.peer])
         )
         now = self.rounds.now
-        after = now.step if now is not None else self.run.standing.step
+        after = now.step if now is not None else self.run.standing.version
         effects, number = self._begin(sponsor.peer, member, after)
         return [*effects, Send(sponsor.peer, StateRequest(number, after))]
 
     def send_checkpoint(self, member: WorkerRecord) -> list[Effect]:
-        effects, number = self._begin(None, member, self.run.standing.step)
+        effects, number = self._begin(None, member, self.run.standing.version)
         return [*effects, SendCheckpoint(member.peer, number)]
 
     def _begin(self, sponsor: int | None, member: WorkerRecord, step: int) -> tuple[list[Effect], int]:
@@ -83,7 +83,7 @@ class Transfers:
         member.since = step + 1
         number, self.next_number = self.next_number, self.next_number + 1
         self.under_way[number] = Transfer(number, sponsor, member.peer, step, moved_at=self.run.clock)
-        admitted = Admitted(step, 1, self.run.standing.position())
+        admitted = Admitted(step, 1, self.run.standing.to_wire())
         return [Send(member.peer, admitted), Subscribe(member.peer, step + 1)], number
 
     # On their way
@@ -196,7 +196,7 @@ class Transfers:
     def pass_over_leavers(self) -> list[Effect]:
         """One that leaves takes no other step: those who wait for a later one of it get theirs as it can be had now."""
         now, effects = self.rounds.now, list[Effect]()
-        wanted = now.step if now is not None else self.run.standing.step
+        wanted = now.step if now is not None else self.run.standing.version
         leaving = {m.peer: m.applied for m in self.run.membership.holders if m.leaving}
         for transfer in [t for t in self.under_way.values() if not t.is_whole and t.sponsor in leaving]:
             is_hopeless = transfer.step > leaving[transfer.sponsor or 0]

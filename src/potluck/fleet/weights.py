@@ -85,11 +85,11 @@ class Weights:
 
     def _place(self, member: WorkerRecord, ready: Ready) -> list[Effect]:
         """Whether a worker that has built its model may continue with its own weights, or where it gets the run's."""
-        run, step = self.run, self.run.standing.step
+        run, step = self.run, self.run.standing.version
         holds = bool(ready.holds) and self.digests.is_believed(ready)
         if not run.membership.holders:
             return self._place_first(member, ready, holds)
-        if holds and run.ahead is not None and ready.step == run.ahead.step and self._is_repeatable:
+        if holds and run.ahead is not None and ready.step == run.ahead.version and self._is_repeatable:
             return self._admit(member, ready, since=ready.step + 1)
         known = self.digests.told.get(ready.step, {})
         same = any(ready.digest == told.digest for told in known.values()) or self.digests.is_agreed(ready)
@@ -100,14 +100,14 @@ class Weights:
     def _place_first(self, member: WorkerRecord, ready: Ready, holds: bool) -> list[Effect]:
         """Where nobody else holds the weights."""
         run, skipped = self.run, list[Effect]()
-        if holds and run.previous is not None and ready.step == run.previous.step and not self._may_have_the_last():
+        if holds and run.previous is not None and ready.step == run.previous.version and not self._may_have_the_last():
             # The step after it is on record, but nobody came back who had applied it: it is computed again.
             if not self._is_repeatable:
-                self.digests.forget(run.standing.step)
+                self.digests.forget(run.standing.version)
                 skipped = self.transfers.part_with_receivers()
             run.ahead, run.standing, run.previous, run.skipped = run.standing, run.previous, None, 0
-            skipped += self.plain_peers.skip(run.ahead.step)
-        step = run.standing.step
+            skipped += self.plain_peers.skip(run.ahead.version)
+        step = run.standing.version
         is_origin = not ready.holds and step == 0
         if is_origin or (holds and ready.step == step and self._is_as_kept(ready)):
             return [*skipped, *self._admit(member, ready, since=step + 1)]
@@ -169,7 +169,7 @@ class Weights:
         member.applied, member.since, member.held = ready.step, since, ready.step
         return [
             *self.digests.admit(member, ready),
-            Send(member.peer, Admitted(ready.step, 0, self.run.standing.position())),
+            Send(member.peer, Admitted(ready.step, 0, self.run.standing.to_wire())),
             Subscribe(member.peer, since),
             *self.take_in(member),
         ]
@@ -231,11 +231,11 @@ class Weights:
         if self.saving.is_last_kept:
             return self.restore()
         for member, ready in waiting:
-            if run.previous is not None and ready.step == run.previous.step and self.digests.is_believed(ready):
+            if run.previous is not None and ready.step == run.previous.version and self.digests.is_believed(ready):
                 self.forget(member.peer)
                 return self._place(member, ready)
         for member, ready in waiting:
-            if ready.step == run.standing.step and self.digests.is_of_unknown_kind(member, ready):
+            if ready.step == run.standing.version and self.digests.is_of_unknown_kind(member, ready):
                 self.forget(member.peer)
                 return self._admit(member, ready, since=ready.step + 1)
         return self.restore()
@@ -280,11 +280,11 @@ class Weights:
         member.applied = max(member.applied, applied.step)
         effects = self.rounds.on_applied(member, applied, is_first=first is None)
         told[member.worker_id] = ReportedDigest(member.kind, applied.digest, applied.step >= member.since)
-        if applied.step > run.standing.step:  # as it was agreed on before: it computes nothing of the step under way
+        if applied.step > run.standing.version:  # as it was agreed on before: it computes nothing of the step under way
             member.since = applied.step + 1
             effects += self.rounds.take_away(member)
         effects += self._judge(applied.step, digests.compared_as(member.kind))
-        if member.phase is not WorkerPhase.CATCHING_UP or applied.step < run.standing.step:
+        if member.phase is not WorkerPhase.CATCHING_UP or applied.step < run.standing.version:
             return effects + self.rounds.start()  # where all who are left had been relieved
         if self.is_restoring or member.worker_id not in digests.told.get(applied.step, {}):
             return effects  # it has been found wrong
@@ -339,7 +339,7 @@ class Weights:
 
     def _on_change(self, member: WorkerRecord, applied: Applied) -> list[Effect]:
         """A worker's weights are no longer what it reported after the same step."""
-        if applied.step != self.run.standing.step or member.reported:
+        if applied.step != self.run.standing.version or member.reported:
             return self._on_drift(member, applied.step, "changed in its memory")
         # Between two steps its own loop may have changed them: then every worker's does. See judge_changes().
         self.digests.changed[member.worker_id] = applied.digest
@@ -348,7 +348,7 @@ class Weights:
 
     def judge_changes(self) -> list[Effect]:
         """Before a step is committed: it must not be computed from weights that are known to be wrong."""
-        digests, step = self.digests, self.run.standing.step
+        digests, step = self.digests, self.run.standing.version
         effects: list[Effect] = []
         for kind in sorted({digests.compared_as(told.kind) for told in digests.told.get(step, {}).values()}):
             effects += self._judge(step, kind, at_once=True)

@@ -201,10 +201,10 @@ class _Host:
         identity = Identity.load(given) if given is not None else Identity.load_or_make(self.folder / "identity")
         self.identity = identity
         standing = journal.standing()
-        newest = self.receiver.newest() if args.resume and not (standing and standing.step) else None
+        newest = self.receiver.newest() if args.resume and not (standing and standing.version) else None
         if newest is not None:  # the journal was removed, or the run was not led by a host so far
             standing = newest[1]
-        steps = standing.step if standing is not None else 0
+        steps = standing.version if standing is not None else 0
         if not args.resume and (steps or checkpoint_folder.holds_any(self.receiver.folder)):
             at = f", at step {steps}" if steps else ""
             raise ConfigError(
@@ -469,7 +469,7 @@ class _Host:
         if newest is None:
             return ""
         path, standing = newest
-        if standing.step < self.server.core.standing.step:
+        if standing.version < self.server.core.standing.version:
             return f" The newest checkpoint is older: {path}."
         return f" Saved in {path}."
 

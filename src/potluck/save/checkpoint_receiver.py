@@ -8,13 +8,13 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from potluck.agree.records import Position
 from potluck.errors import CheckpointError, PotluckError
 from potluck.files import publish
-from potluck.fleet.coordinator_state import RunPosition
-from potluck.fleet.description import MAX_WHOLE
 from potluck.fleet.file_stream import FileStreamReceiver
 from potluck.fleet.server import OnSaved
 from potluck.save import checkpoint_folder
@@ -50,7 +50,7 @@ class CheckpointReceiver:
             self._queue.put(None)
             self._queue = None
 
-    def newest(self) -> tuple[Path, RunPosition] | None:
+    def newest(self) -> tuple[Path, Position] | None:
         for path in checkpoint_folder.found(self.folder):
             try:
                 return path, standing_of(path, checkpoint_folder.check(path))
@@ -96,15 +96,14 @@ class CheckpointReceiver:
         on_saved(step, str(place), "", unpacker.total, False)
 
 
-def standing_of(path: Path, body: dict[str, Any]) -> RunPosition:
+def standing_of(path: Path, body: dict[str, Any]) -> Position:
     """Where the run stood; CheckpointError if the manifest, whose checksum anybody can make, does not say so."""
-    figures = {name: body.get(name) for name in ("step", "epoch", "row", "rows_seen", "rows_in_epoch")}
-    figures["version"] = body.get("version", body.get("step"))  # what the coordinator counts
-    figures["turn"] = body.get("turn", 0)
-    if not all(type(figure) is int and 0 <= figure <= MAX_WHOLE for figure in figures.values()):
-        raise CheckpointError(f"{path} is damaged: its manifest does not say where the run stood.")
-    step, epoch, row, rows_seen = (int(body[name]) for name in ("step", "epoch", "row", "rows_seen"))
-    if row and row == body["rows_in_epoch"]:
-        epoch, row = epoch + 1, 0
-    ranges, turn = [(0, row)] if row else [], int(body.get("turn", 0))
-    return RunPosition(body.get("version", step), epoch, row, rows_seen, ranges, turn)
+    try:
+        stood, rows = Position.from_dict(body), body["rows_in_epoch"]
+        if type(rows) is not int:
+            raise TypeError(f"{rows!r} is no number of rows")
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{path} is damaged: its manifest does not say where the run stood.") from None
+    if stood.row and stood.row == rows:
+        return stood.next_epoch()
+    return replace(stood, left=(), ranges=((0, stood.row),) if stood.row else ())

@@ -1,10 +1,16 @@
 """The host's disk in a virtual fleet: it may be full, late, and lose what it had."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from potluck.fleet.coordinator_state import RunPosition
+from potluck.agree.records import Position, Range
 from tests.fleet.virtual.toy import ROWS, State
+
+
+def stood(version: int, epoch: int, row: int, rows_seen: int, ranges: Sequence[Range] = (), turn: int = 0) -> Position:
+    """Where a run stands in which each agreement is a step."""
+    seen = {"rows_seen": rows_seen, "turn": turn}
+    return Position(version=version, step=version, epoch=epoch, row=row, ranges=tuple(ranges), **seen)
 
 
 class Disk:
@@ -26,13 +32,14 @@ class Disk:
         return max(self.states, default=None)
 
     @property
-    def standing(self) -> RunPosition | None:
+    def standing(self) -> Position | None:
         """Where the run stood at the newest, as its manifest says."""
         if self.newest is None:
             return None
         state = State.from_bytes(self.states[self.newest])
         epoch, row = (state.epoch + 1, 0) if state.row >= ROWS else (state.epoch, state.row)
-        return RunPosition(state.step, epoch, row, epoch * ROWS + row, [(0, row)] if row else [])
+        rows, seen = ((0, row),) if row else (), epoch * ROWS + row
+        return stood(state.step, epoch, row, seen, rows)
 
     def begin(self, step: int, header: str, on_saved: Callable[..., None]) -> None:
         self._arriving, self._data = (step, json.loads(header)[0][1], on_saved), b""

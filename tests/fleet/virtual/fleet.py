@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from potluck.agree.records import Position
 from potluck.events import Event, WorkerCame, WorkerWent
 from potluck.fleet.coordinator import Coordinator
-from potluck.fleet.coordinator_state import RunPosition
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.journal import Journal
@@ -75,7 +75,7 @@ class Fleet:
 
     def _start_host(self) -> Host:
         standing = self.journal.standing()
-        if not (standing and standing.step) and self.disk.newest is not None:
+        if not (standing and standing.version) and self.disk.newest is not None:
             standing = self.disk.standing
         resumed = replace(self.journal.resumed(standing), next_id=self._next_id, expected=self._expected)
         coordinator = Coordinator(
@@ -178,7 +178,7 @@ class Fleet:
         """Whatever the windows were, there is one result of them; where a disk forgot it, there may be another."""
         if self.lost_at:
             return
-        workers, end = list(self.workers.values()), self.standing().step
+        workers, end = list(self.workers.values()), self.standing().version
         # A run that began anew has another end, and other weights; who was lost before that may stand at the old one.
         # The end of an epoch is the beginning of the next: one that was killed there stands at either.
         last = [w for w in workers if (w.state.epoch * ROWS + w.state.row, w.state.step) == (self.epochs * ROWS, end)]
@@ -217,12 +217,12 @@ class Fleet:
         """All is trained, and kept."""
         return self.core.is_complete and self.core.saving.is_last_kept
 
-    def standing(self) -> RunPosition:
+    def standing(self) -> Position:
         return self.core.standing
 
     def describe(self) -> str:
         members = [
-            f"{m.name}: {m.phase.name}, {m.doing(self.core.standing.step)}, {m.nodes}"
+            f"{m.name}: {m.phase.name}, {m.doing(self.core.standing.version)}, {m.nodes}"
             for m in self.core.membership.members.values()
         ]
         workers = [
@@ -234,6 +234,6 @@ class Fleet:
         under = self.core.now
         step = f"{under.step} with {len(under.reports)} reports of {under.slices} slices" if under else "none"
         return (
-            f"step {self.core.standing.step}, under way {step}; members {members}; workers {workers}; held {held};"
+            f"step {self.core.standing.version}, under way {step}; members {members}; workers {workers}; held {held};"
             f" refused {dict(self.core.refused)}; fired {self.faults.fired}, pending {self.faults.pending}"
         )

@@ -92,7 +92,7 @@ class Host:
         self._restored: int | None = None
         if coordinator.description is not None:
             self._describe(coordinator.description)
-        if disk.standing is not None and coordinator.standing.step:
+        if disk.standing is not None and coordinator.standing.version:
             coordinator.found(disk.standing, "a folder")
         self._tick()
 
@@ -253,7 +253,7 @@ class Host:
     def _wait_for(self) -> set[int]:
         """Half of those who have not applied the last step are taken for such whose averages filled their buffers."""
         members = self.core.membership.members.values()
-        return {m.peer for m in members if m.peer % 2 and m.is_ready and m.applied < self.core.standing.step}
+        return {m.peer for m in members if m.peer % 2 and m.is_ready and m.applied < self.core.standing.version}
 
     # Checkpoints
 

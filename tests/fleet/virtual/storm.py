@@ -72,7 +72,7 @@ class Storm:
         self._joined += 1
         worker = self.run.add(name, **any_machine(self.draw), **self._habits, **options)
         worker.clock.wall_ahead_s = self.draw.choice([0.0, -1e9, 1e6])
-        script_any_faults(self.run.faults, name, self.run.standing().step, self.draw)
+        script_any_faults(self.run.faults, name, self.run.standing().version, self.draw)
         return True
 
     def kill(self) -> bool:

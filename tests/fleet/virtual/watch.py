@@ -97,7 +97,7 @@ class Watch:
         """Who has the run's weights has those of its rows, and no others."""
         standing, state = self._run.standing(), worker.state
         seen = state.epoch * ROWS + state.row
-        assert state.step != standing.step or seen == standing.rows_seen, f"{worker} is not at {standing}"
+        assert state.step != standing.version or seen == standing.rows_seen, f"{worker} is not at {standing}"
 
     def _look_at_burden(self, member: WorkerRecord) -> None:
         """Nothing is given to one that hangs since an earlier step while another is there who does not."""
@@ -138,7 +138,7 @@ class Watch:
         for transfer in self._run.core.transfers.under_way.values():
             sponsor = members.get(transfer.sponsor) if transfer.sponsor is not None else None
             if sponsor is not None and sponsor.leaving and not transfer.is_whole:
-                latest = self._run.standing().step
+                latest = self._run.standing().version
                 assert transfer.step <= max(sponsor.applied, latest), f"{transfer} is from {sponsor}"
 
     # What the host does

@@ -206,7 +206,7 @@ class Worker(Client):
                     yield from self.join()
                     yield from self._present()
                 case effects.StandAt():
-                    self.state.epoch, self.state.row = effect.epoch, effect.row
+                    self.state.epoch, self.state.row = effect.position.epoch, effect.position.row
                 case effects.SkipAverages():
                     self.pass_over_until(effect.step)
                 case effects.ReceiveState():
