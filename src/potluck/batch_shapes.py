@@ -57,7 +57,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _rebuilt_mapping(value: Mapping[Any, Any], change: Callable[[Any], Any]) -> Any:
-    """Its own kind where that can be had, with what it keeps beside its values; else a dict."""
+    """Rebuild a mapping of its own class where that can be had, with what it keeps beside its values; else a dict."""
     changed = {key: change(one) for key, one in value.items()}
     if type(value) is dict:
         return changed

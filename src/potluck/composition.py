@@ -55,7 +55,7 @@ class Composition:
     splits_all: bool = False
     """Whether `split` goes over all workers that hold a stage: there is one replica, and no nodes within it."""
     weights: tuple[tuple[float, ...], ...] = ()
-    """Where `split` has weights: those of the ranks that hold each stage."""
+    """Weights of the ranks that hold each stage, where `split` has weights."""
     shares: tuple[float, ...] = ()
     """The part of each batch that each pipeline of workers gets, if that is fixed."""
     is_measured: bool = False
@@ -71,7 +71,7 @@ class Composition:
         return 1 if self.splits_all else self.ranks_per_stage
 
     def split_of(self, stage: int) -> ShardingStrategy | None:
-        """With the weights of those alone who hold this stage."""
+        """Return the split with the weights of those alone who hold this stage."""
         if not self.weights or not isinstance(self.split, FullShard | ShardGradOp):
             return self.split
         return replace(self.split, weights=self.weights[stage])

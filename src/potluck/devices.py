@@ -35,7 +35,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In float64; where its device has none, in host memory."""
+    """Convert to float64; where its device has none, in host memory."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 

@@ -57,7 +57,8 @@ class WorkerLost(PotluckError):
 
 
 class Interrupted(PotluckError, SystemExit):
-    """Also a SystemExit: uncaught, it ends a script with this exit code and without a stack of frames."""
+    """The run was interrupted. It is also a SystemExit: uncaught, it ends a script with this exit code and without a
+    stack of frames."""
 
     exit_code = 130
 

@@ -37,7 +37,7 @@ class RunStarted(Event):
     name: str
     """Name of the run."""
     folder: str
-    """Where the run is kept."""
+    """Folder where the run is kept."""
     workers: int
     """How many take part when it begins."""
     device: str
@@ -90,9 +90,9 @@ class StepDone(Event):
     """A step of the run was applied, on every worker alike."""
 
     step: int
-    """Its number, from 1."""
+    """Number of the step, from 1."""
     epoch: int
-    """From 0."""
+    """Number of the epoch, from 0."""
     rows_seen: int
     """Rows of all epochs so far."""
     samples: float
@@ -156,11 +156,11 @@ class Validated(Event):
     loss: float | None
     """None where there are figures by name, and no loss among them."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """By the names that the function for validation gave them."""
+    """Figures by the names that the function for validation gave them."""
 
     @property
     def in_words(self) -> str:
-        """Such as "validation loss 0.3100, accuracy 0.9000", or "validation accuracy 0.9000"."""
+        """Write the figures, such as "validation loss 0.3100, accuracy 0.9000", or "validation accuracy 0.9000"."""
         loss = {LOSS: self.loss} if self.loss is not None else {}
         return f"validation {', '.join(f'{name} {value:.4f}' for name, value in (loss | self.metrics).items())}"
 
@@ -169,7 +169,7 @@ class EpochDone(Event):
     """An epoch has ended, with the proof that each of its samples was used exactly once."""
 
     epoch: int
-    """From 0."""
+    """Number of the epoch, from 0."""
     used: int
     """Samples that were used."""
     total: int
@@ -189,7 +189,7 @@ class CheckpointSaved(Event):
     step: int
     """Step of which it is."""
     folder: str
-    """Where it is."""
+    """Folder where it is."""
     stall_s: float
     """How long training stood still for it: the copy to host memory."""
     bytes: int
@@ -209,7 +209,7 @@ class CheckpointPassedOver(Event):
     """A checkpoint that cannot be loaded, so that an older one is."""
 
     folder: str
-    """Where it is."""
+    """Folder where it is."""
     reason: str
     """The reason, as a sentence."""
 
@@ -225,7 +225,7 @@ class WorkerCame(Event):
     """A worker takes part from the next step on."""
 
     worker: int
-    """Its number among all that ever came."""
+    """Number of the worker among all that ever came."""
     name: str
     """Name that it gives itself."""
     kind: str
@@ -240,17 +240,17 @@ class WorkerWent(Event):
     """A worker has left, or was lost."""
 
     worker: int
-    """Its number among all that ever came."""
+    """Number of the worker among all that ever came."""
     name: str
     """Name that it gives itself."""
     reason: str
     """The reason, as a sentence."""
     polite: bool
-    """It said so before it went, and nothing was computed again."""
+    """Whether it said so before it went, and nothing was computed again."""
     workers: int
     """How many are left."""
     owed: bool = False
-    """It had a part of the step under way, which the others compute again."""
+    """Whether it had a part of the step under way, which the others compute again."""
 
 
 class Recovered(Event):
@@ -259,7 +259,7 @@ class Recovered(Event):
     step: int
     """The last one that was kept; those after it are done again."""
     lost: tuple[int, ...]
-    """By the ranks that they had."""
+    """Ranks of the workers that were lost."""
     workers: int
     """How many are left."""
 
@@ -277,7 +277,7 @@ class Stalled(Event):
     """The others wait for a worker, or cannot use what it sent."""
 
     worker: int
-    """Its number among all that ever came."""
+    """Number of the worker among all that ever came."""
     name: str
     """Name that it gives itself."""
     doing: str
@@ -324,7 +324,7 @@ class RunEnded(Event):
     rows_seen: int
     """Rows of all epochs."""
     seconds: float
-    """Since it began, or resumed."""
+    """Seconds since it began, or resumed."""
     loss: float | None
     """Loss of the last step; None: there was none."""
     validation_loss: float | None

@@ -14,7 +14,8 @@ END = (signal.SIGINT, signal.SIGTERM, *([signal.SIGBREAK] if hasattr(signal, "SI
 
 @contextmanager
 def handling(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Within it, these signals call `on_signal`. In another thread than the main one, whose owner decides, nothing."""
+    """Let these signals call `on_signal` within. In another thread than the main one, whose owner decides, nothing
+    changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -27,7 +28,7 @@ def handling(numbers: Sequence[int], on_signal: Callable[[int], None]) -> Iterat
 
 
 def end_on_sigterm() -> AbstractContextManager[None]:
-    """Within it, SIGTERM ends this process with a sentence, wherever nothing else answers it."""
+    """Let SIGTERM end this process with a sentence within, wherever nothing else answers it."""
 
     def end(number: int) -> None:
         raise Interrupted("Stopped by SIGTERM.")

@@ -37,7 +37,7 @@ FOR_US_ALONE = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
 def lock(file: IO[Any], *, wait: bool = False) -> None:
-    """Until it is closed, or its process ends. OSError: another process has locked it."""
+    """Lock a file until it is closed, or its process ends. OSError: another process has locked it."""
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     elif msvcrt is not None:
@@ -46,7 +46,7 @@ def lock(file: IO[Any], *, wait: bool = False) -> None:
 
 
 def seal_memory(descriptor: int) -> None:
-    """It can become neither shorter nor longer."""
+    """Fix the size of a memory file, so that it can become neither shorter nor longer."""
     assert fcntl is not None
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
@@ -77,7 +77,7 @@ def sync(path: Path) -> None:
 
 
 def send_some(connection: socket.socket, parts: Sequence[memoryview]) -> int:
-    """By the plain socket's own method, as much as the system takes at once: how many bytes."""
+    """Send as much as the system takes at once, by the plain socket's own method. Returns how many bytes."""
     if (send := getattr(socket.socket, "sendmsg", None)) is not None:
         return int(send(connection, parts))
     return socket.socket.send(connection, parts[0])
@@ -106,7 +106,7 @@ def heard_by(inherited: int) -> str:
 
 
 def signal_apart(process: subprocess.Popen[bytes], number: int) -> None:
-    """To a process that was started so, and to all that it has started, where they are a group."""
+    """Send a signal to a process that was started so, and to all that it has started, where they are a group."""
     if HAS_GROUPS:
         os.killpg(process.pid, number)
     elif number == signal.SIGINT:

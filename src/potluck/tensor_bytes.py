@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Its bytes, flat, where it lies: its own memory, or a copy's where its numbers do not lie one after another."""
+    """Return a tensor's bytes, flat, where it lies: its own memory, or a copy's where its numbers do not lie one after
+    another."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -4,7 +4,7 @@ import sys
 
 
 def say(sentence: str) -> None:
-    """On the terminal, beside whatever a program prints."""
+    """Print a sentence on the terminal, beside whatever a program prints."""
     print(f"potluck: {sentence}", file=sys.stderr, flush=True)
 
 

@@ -103,7 +103,7 @@ class Meeting:
         self._answered[task] = answer.word
 
     def hand_over(self, invite: Invite, tasks: int | None) -> None:
-        """To those who have come, and until close() to whoever comes."""
+        """Hand the invite to the nodes that have come, and until close() to any that comes."""
         self._write(INVITE_FILE, invite.line() + "\n")
 
         def look() -> None:

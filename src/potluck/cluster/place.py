@@ -23,19 +23,19 @@ class JobPlace:
     node: str
     """The name of this node."""
     cores: int | None = None
-    """That the scheduler has given on this node, if it says so."""
+    """Cores that the scheduler has given on this node, if it says so."""
     leader: str = ""
     """How others reach the first node, if the scheduler says so; empty: the first node says it by itself."""
     attempt: str = ""
     """Tells this start of the job from others with the same run folder, if the scheduler does."""
     channel: Channel = "files"
-    """By what the invite travels: files in the run folder, for their owner alone; or calls of Ray's own actors."""
+    """How the invite travels: by files in the run folder, for their owner alone; or by calls of Ray's own actors."""
     job: str = ""
     """The job's number, of which the run folder may have its name: the same when the job is started again."""
     spread: tuple[str, ...] = ()
     """Command that runs a job on all of its nodes, to be put before ours, if ours runs on one node only so far."""
     group: tuple[str, int] | None = None
-    """Where the ranks of a group meet that the scheduler has made already: address and port."""
+    """Address and port where the ranks of a group meet that the scheduler has made already."""
 
     def sentence(self) -> str:
         if self.channel == "actors":

@@ -31,7 +31,7 @@ def plan_early(place: JobPlace, asked: As | None, *, may_be_requeued: bool) -> D
 
 
 def plan(place: JobPlace, nodes: Sequence[tuple[str, NodeResources]]) -> Decision:
-    """By those who have come, this one first."""
+    """Decide by the nodes that have come, this one first."""
     missing = (place.tasks or len(nodes)) - len(nodes)
     if missing > 0:
         are = "is" if missing == 1 else "are"

@@ -35,7 +35,7 @@ from potluck.words import plural, say
 
 LOOK_S = 0.5
 AGAIN_S = 2.0
-"""Before a slot whose workers were lost is filled again."""
+"""Seconds before a slot whose workers were lost is filled again."""
 
 
 def up_on_ray(options: UpOptions, address: str) -> int:
@@ -99,7 +99,7 @@ class WorkerActor:
         os.environ |= {QUIET: "1", IGNORED: "SIGTERM"}
 
     def meet(self) -> tuple[str, int]:
-        """Where the ranks of a group may meet, if the first is here."""
+        """Return where the ranks of a group may meet, if the first is here."""
         import ray
 
         return ray.util.get_node_ip_address(), free_port()
@@ -216,7 +216,7 @@ class RayActors:
         slot.actor = slot.work = None
 
     def run_group(self, command: list[str]) -> int:
-        """Until all ranks have ended, or one has failed and the rest have been ended."""
+        """Run a group until all ranks have ended, or one has failed and the rest have been ended."""
         ray = _library()
         slots = list(self.slots.values())
         if not slots:

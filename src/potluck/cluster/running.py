@@ -81,7 +81,7 @@ class _Task:
                 meeting.close()
 
     def _as_rank(self, meeting: Meeting) -> int:
-        """In the group that torchrun has made: this process becomes the worker. All resume, or none does."""
+        """Become the worker in the group that torchrun has made. All resume, or none does."""
         if self.place.task == 0:
             say(f"{self.place.sentence()} A fixed group, which {self.place.scheduler} has made.")
             resume = holds_run(self.folder)

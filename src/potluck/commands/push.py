@@ -94,7 +94,7 @@ def _classifies(out: Path) -> bool:
 
 
 PLACES = ("base_model_name_or_path", "_name_or_path", "name_or_path")
-"""In files of Hugging Face's: where something was on this machine."""
+"""Keys in files of Hugging Face's that say where something was on this machine."""
 
 
 def _forget_places(file: Path) -> None:

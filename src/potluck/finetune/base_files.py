@@ -45,7 +45,7 @@ def find_base(name: str, *, may_download: bool = True, tells: bool = False) -> P
 
 
 def cached(name: str) -> Path | None:
-    """In the cache of this machine, if all of it is."""
+    """Find a base in the cache of this machine, if all of it is there."""
     if not HUB_ID.fullmatch(name):
         return None
     hub = need("huggingface_hub")

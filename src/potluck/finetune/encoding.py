@@ -18,18 +18,18 @@ PLAIN_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""For a tokenizer that has no chat template; it is saved with the result."""
+"""Template for a tokenizer that has no chat template; it is saved with the result."""
 
 Tools = list[dict[str, Any]] | None
 
 DAY = datetime.datetime(2025, 1, 1)
-"""For templates that write today's date: rows must be the same on every worker, and when a run resumes."""
+"""Date for templates that write today's: rows must be the same on every worker, and when a run resumes."""
 DATE = (
     "{%- macro strftime_now(format) -%}{{ format"
     + "".join(f" | replace('%{code}', '{DAY.strftime(f'%{code}')}')" for code in "dmYyBbAaHMSIpj")
     + " }}{%- endmacro %}"
 )
-"""Before a template, in place of the function of that name."""
+"""Text before a template, in place of the function of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Encoder:
         self._special = tuple(token for token in tokenizer.all_special_tokens if token)
 
     def encode(self, records: Sequence[TextRecord]) -> Iterator[Encoded]:
-        """In one call of the tokenizer, which works on all cores."""
+        """Encode in one call of the tokenizer, which works on all cores."""
         planned = [self._plan(record) for record in records]
         encoded = self.tokenizer(
             [text for text, _ in planned],

@@ -28,7 +28,7 @@ from potluck.words import duration, plural, say
 LENGTH = 48
 """Tokens of a sample."""
 LOOKED_AT = 200
-"""Among so many rows, one that is not trained on is looked for to ask the sample."""
+"""Rows among which one that is not trained on is looked for to ask the sample."""
 
 
 def show_result(summary: Summary, config: FinetuneConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from potluck.errors import ConfigError
 
 TALKATIVE = ("torchao", "torch.utils._pytree", "transformers", "peft", "datasets", "huggingface_hub")
-"""They log what no reader of a run can use: what failed is said by us."""
+"""Libraries that log what no reader of a run can use: what failed is said by us."""
 
 SAFELY = {"local_files_only": True, "trust_remote_code": False}
 """How a folder is read: nothing is fetched, and no code of its own is run, nor asked about."""
@@ -27,7 +27,7 @@ def need(name: str, install: str = "'potluck[finetune]'") -> Any:
 
 
 def transformers() -> Any:
-    """Without its own bars and warnings."""
+    """Import transformers without its own bars and warnings."""
     library = need("transformers")
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()

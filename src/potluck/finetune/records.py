@@ -33,7 +33,7 @@ TOLD = {
 }
 READ = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".text"}
 PACKED = ".gz"
-"""After any of these but .parquet, which packs by itself."""
+"""Suffix after any of these but .parquet, which packs by itself."""
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 MOST_LETTERS = 1 << 30
 """The most letters of a cell."""
@@ -50,7 +50,7 @@ class TextRecord:
     form: Form
     fields: Mapping[str, Any]
     is_held_out: bool = False
-    """By the data themselves, which have a split for it."""
+    """Whether the data themselves hold it out: they have a split for it."""
 
 
 def read_records(config: RowsConfig) -> Iterator[TextRecord]:
@@ -216,7 +216,8 @@ def _of_datasets(name: str, folder: Path | None) -> Iterator[TextRecord]:
 
 
 def _from_hub(library: Any, name: str) -> Any:
-    """From the hub, from what `datasets` has kept of it, or from the files that `hf download` has put in the cache."""
+    """Load from the hub, from what `datasets` has kept of it, or from the files that `hf download` has put in the
+    cache."""
     try:
         return library.load_dataset(name)
     except Exception:

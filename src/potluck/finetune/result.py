@@ -28,7 +28,7 @@ from potluck.save.export import write_plain
 
 ADAPTER, MODEL = "adapter", "model"
 WITHIN, SAVED = "base_model.model.", ".modules_to_save."
-"""In names of peft: before those of the base, and after those of layers that are trained whole."""
+"""Parts of peft's names: before those of the base, and after those of layers that are trained whole."""
 
 
 def config_of(run: Path) -> FinetuneConfig:

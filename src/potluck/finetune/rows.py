@@ -25,7 +25,7 @@ class PreparedRows:
     labels: list[str] | None
     """Labels of rows that are classified."""
     sentences: list[str] = field(default_factory=list)
-    """For people."""
+    """Notes about the rows for people."""
 
 
 def prepare_rows(
@@ -116,7 +116,8 @@ class _Stores:
 
 
 def names_of(labels: Iterable[str | int], known: list[str] | None) -> list[str]:
-    """In an order that does not depend on that of the rows; in that of the base, if it knows them all."""
+    """Name the labels in an order that does not depend on that of the rows; in that of the base, if it knows them
+    all."""
     unique = set(labels)
     numbers = [label for label in unique if isinstance(label, int)]
     if known is not None and set(map(str, unique)) <= set(known):

@@ -25,7 +25,7 @@ MOST_SETTINGS_BYTES = 16 << 20
 FOLLOWED = ("init_inputs", "transformers_weights", "vocab", "merges")
 """Keys of settings that may name files to open, besides those that end in `_file` and `_files`."""
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "tekken.json")
-"""Their keys are words, and no library takes names of files from them."""
+"""Files whose keys are words; no library takes names of files from them."""
 
 
 def weight_files(folder: Path) -> list[Path]:

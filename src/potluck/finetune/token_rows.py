@@ -168,6 +168,6 @@ class TokenCollate:
 
 
 def _positions(lengths: tuple[int, ...], width: int) -> Tensor:
-    """From 0 in each document, by which attention knows where one begins; and again in the padding."""
+    """Count positions from 0 in each document, by which attention knows where one begins; and again in the padding."""
     left = width - sum(lengths)
     return torch.cat([torch.arange(length) for length in (*lengths, *([left] if left else []))])

@@ -147,7 +147,7 @@ def _table(rows: dict[str, str]) -> str:
 
 
 def _proof(epoch: dict[str, Any]) -> str:
-    """In our own words: the run's may name workers."""
+    """Write the proof in our own words: the run's may name workers."""
     used, total, number = epoch["used"], epoch["total"], epoch["epoch"] + 1
     sentence = f"Epoch {number}: {used:,} of {total:,} samples were used, each exactly once"
     if used != total:

@@ -8,7 +8,7 @@ from potluck.errors import ConfigError
 from potluck.words import plural, say, size
 
 MARK = "potluck.json"
-"""Beside the model: says that a repository is a run's, and may be written over by the next push."""
+"""File beside the model: says that a repository is a run's, and may be written over by the next push."""
 
 
 def client() -> Any:

@@ -164,7 +164,7 @@ class Accelerator:
         return model
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """On the main process all of it, on the others nothing; call it on every worker."""
+        """Return the whole state_dict on the main process, on the others nothing; call it on every worker."""
         return self.fleet.state_dict()
 
     def save_model(self, model: nn.Module, save_directory: str | Path, **options: Any) -> None:
@@ -261,7 +261,8 @@ class TrainedLoader(_OfLoader):
         self._is_scheduled = True
 
     def _check_scheduled(self) -> None:
-        """After the first step: a fleet steps the scheduler itself, and would do so too often."""
+        """Check, after the first step, that the loop has stepped the scheduler: if it does so once per epoch or never,
+        the fleet would step it too often."""
         if not self._is_scheduled:
             raise ConfigError(
                 "The scheduler was not stepped after the first step. If your loop steps it once per epoch, write"

@@ -37,7 +37,7 @@ except ImportError:
     raise ConfigError("potluck.hf needs Hugging Face's libraries: pip install transformers accelerate.") from None
 
 STATE = "potluck"
-"""Where a checkpoint-N of Trainer keeps what the fleet saves."""
+"""Folder in which a checkpoint-N of Trainer keeps what the fleet saves."""
 KEPT = "hf.trainer"
 """Key under which fleet.state has what callbacks and the log know: saved, sent to newcomers, and found again."""
 STEPS_AT_ONCE = 8
@@ -111,7 +111,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
         self.accelerator.backward = self._backward
 
     def _take_rank(self) -> None:
-        """Who writes and who speaks; under a host that may change."""
+        """Take over the rank, which decides who writes and who speaks; under a host it may change."""
         state = PartialState()
         state.process_index = state.local_process_index = self.fleet.rank
         if hasattr(self, "state"):
@@ -430,7 +430,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """And all else from which a run is resumed; under a host it is the host that keeps it."""
+        """Save all from which a run is resumed; under a host it is the host that keeps it."""
         self.fleet.save(Path(output_dir) / STATE, keep_last=1)
         self.fleet.wait_for_saves()
 

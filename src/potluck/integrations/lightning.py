@@ -36,7 +36,8 @@ except ImportError:
 
 
 class PotluckStrategy(SingleDeviceStrategy):
-    """For Lightning, one device. `fleet_options` are init()'s: policy, strategy, wire."""
+    """Lightning's strategy for a fleet: one device to Lightning. `fleet_options` are init()'s: policy, strategy,
+    wire."""
 
     strategy_name = "potluck"
 
@@ -310,7 +311,7 @@ class PotluckStrategy(SingleDeviceStrategy):
 
 
 def _state_of(checkpoint: Any) -> Path:
-    """Where the fleet's own state lies beside a checkpoint of Lightning's."""
+    """Return where the fleet's own state lies beside a checkpoint of Lightning's."""
     return Path(checkpoint).with_suffix(".potluck")
 
 

@@ -25,7 +25,7 @@ def heard(scheduler: LRScheduler, hear: Callable[[], None]) -> LRScheduler:
 
 
 def _with_step(scheduler: LRScheduler, step: Callable[..., None]) -> LRScheduler:
-    """By its class: what lies in the object is a part of its state."""
+    """Replace step() by way of the class: what lies in the object is a part of its state."""
     kind: Any = type(scheduler)
     scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
     return scheduler

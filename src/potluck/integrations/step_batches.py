@@ -82,5 +82,5 @@ class WholeBatches:
 
 
 def one_by_one(batches: WholeBatches, at_once: int) -> HeldOut:
-    """For fleet.evaluate(): each goes through a model by itself. `at_once`: over all workers."""
+    """Yield rows one by one for fleet.evaluate(): each goes through a model by itself. `at_once`: over all workers."""
     return HeldOut(rows=batches, batch_size=at_once, collate=lambda several: several[0])

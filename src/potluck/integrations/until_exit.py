@@ -8,7 +8,7 @@ from potluck.errors import ConfigError
 
 
 def check_no_stages(options: Mapping[str, Any], loop: str) -> None:
-    """Where a loop calls the model and then backward(): stages go forward and backward by turns."""
+    """Refuse stages where a loop calls the model and then backward(): stages go forward and backward by turns."""
     if options.get("stages") is not None:
         raise ConfigError(
             f"{loop} computes the loss by itself, and a model that is cut into stages needs it as a function."

@@ -54,7 +54,7 @@ class State:
     doing: str
     sentence: str
     run: str = ""
-    """Where its host is."""
+    """Address of its host."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Found:
 
     @property
     def is_alive(self) -> bool:
-        """Its process holds the lock, however it would end."""
+        """Tell whether its process holds the lock, which it loses however it ends."""
         try:
             with (self.folder / LOCK).open("r+") as file:
                 lock(file)

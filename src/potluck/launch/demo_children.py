@@ -25,7 +25,7 @@ LAST_LINES = 12
 
 
 class ChildFailed(PotluckError):
-    """Its last words are in the sentence."""
+    """A child failed: its last words are in the sentence."""
 
 
 @dataclass

@@ -43,7 +43,7 @@ EDGE_STEPS = 3
 ATTEMPTS = 3
 """Each of a longer run, where this machine trains so fast that it is over before the story is."""
 PATIENCE_S = 240.0
-"""Without any event. Loading PyTorch takes seconds, and minutes on a machine that does much else."""
+"""Seconds without any event. Loading PyTorch takes seconds, and minutes on a machine that does much else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +200,7 @@ class _Watch:
         self._heard_at = time.monotonic()
 
     def wait(self, what: str, holds: Callable[[], bool], *, is_last: bool = False) -> None:
-        """Until it holds by the events; a child that fails, or a run that is over before it, ends the waiting."""
+        """Wait until it holds by the events; a child that fails, or a run that is over before it, ends the waiting."""
         while not holds():
             self.hear()
             if holds():
@@ -337,7 +337,7 @@ class _FleetDemo:
         return joiner
 
     def _tells_of_page(self, host: Child) -> bool:
-        """Where the run can be watched, once the host says that it serves a page."""
+        """Say where the run can be watched, once the host says that it serves a page."""
         found = re.search(r"^The page of this run: (\S+)", host.log.read_text(encoding="utf-8"), re.MULTILINE)
         if found is not None:
             self.teller.tell(f"Watch it live: {found[1]}", "bold cyan")
@@ -354,7 +354,7 @@ def epochs_of(order: FleetOrder) -> int:
 
 
 def is_within_epoch(run: Progression, epochs: int) -> bool:
-    """Not about to end one."""
+    """Tell whether the run is well within an epoch, and neither begins nor ends one."""
     each = max(1, run.total // epochs)
     return EDGE_STEPS < run.step % each < each - EDGE_STEPS or each <= 2 * EDGE_STEPS + 1
 

@@ -155,7 +155,7 @@ class _Host:
         return self._summarize(finish)
 
     def _watch(self, pool: WorkerPool) -> Finish:
-        """Until the run is over, or nobody can take part in it."""
+        """Watch until the run is over, or nobody can take part in it."""
         while True:
             self._tell_now()
             finish = self.server.wait(0.1)
@@ -170,7 +170,8 @@ class _Host:
                     self.terminal.call(partial(self._progress.say, f"potluck: {sentence}", style="yellow"))
 
     def _start_page(self) -> PageProcess | None:
-        """It shows what is in the run folder, and tells us what a person orders, if that is allowed."""
+        """Start the page, which shows what is in the run folder, and passes on what a person orders, if that is
+        allowed."""
         self._tell_now()
         request = PageRequest(
             folder=self.folder,
@@ -309,7 +310,7 @@ class _Host:
             self._say(sentence)
 
     def _start(self, from_step: int) -> None:
-        """With the first step: only then is it known where the run continues, and how long it is."""
+        """Tell of the start with the first step: only then is it known where the run continues, and how long it is."""
         core = self.server.core
         if self._has_started or core.description is None:
             return
@@ -345,7 +346,7 @@ class _Host:
         self.terminal.call(partial(print, text, flush=True))
 
     def _say(self, sentence: str) -> None:
-        """Among what else the terminal shows, without waiting for it."""
+        """Say a sentence among what else the terminal shows, without waiting for it."""
         self.terminal.call(partial(say, sentence))
 
     def _on_event(self, event: Event) -> None:
@@ -464,7 +465,7 @@ class _Host:
         return 0
 
     def _saved(self) -> str:
-        """Where the run is, if it is; whether all of it is there."""
+        """Return where the run is, if it is; and whether all of it is there."""
         newest = self.receiver.newest()
         if newest is None:
             return ""

@@ -97,10 +97,10 @@ def _says_yes(paths: list[str]) -> bool:
 
 
 BASES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck" / "bases"
-"""Where models that came from hosts are kept."""
+"""Folder of models that came from hosts."""
 
 HIDDEN = "@"
-"""In place of an invite that has moved to the environment."""
+"""Stands for an invite that has moved to the environment."""
 
 
 def hide_invite(line: str, argument: str) -> None:

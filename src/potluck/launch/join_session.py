@@ -28,16 +28,16 @@ from potluck.words import say
 GRACE_S = 25.0
 """Seconds left after SIGTERM where nobody says how many: less than the 30 s of Kubernetes and of SLURM."""
 MARGIN_S = 2.0
-"""Before the end of a notice: a host that loses a machine without a word waits for it in vain."""
+"""Seconds that are left before the end of a notice: a host that loses a machine without a word waits for it in vain."""
 USUAL_PATIENCE_S = 30.0
 """Patience of a host that has not told its own."""
 NOTICE_SIGNAL = getattr(signal, "SIGUSR1", None)
-"""With --watch: what `sbatch --signal=USR1@120` sends, to all processes of a job."""
+"""Signal that `sbatch --signal=USR1@120` sends to all processes of a job; heard with --watch."""
 
 
 @dataclass(frozen=True)
 class JoinTerms:
-    """On which this machine takes part."""
+    """The terms on which this machine takes part."""
 
     watch: str = "off"
     hours: Hours | None = None
@@ -66,7 +66,7 @@ class JoinSession:
         self._was_away = False
 
     def run(self, command: list[str], environment: dict[str, str], folder: Path) -> int:
-        """Until the run is over for this machine. `folder`: for what parent and workers tell each other."""
+        """Run workers until the run is over for this machine. `folder`: for what parent and workers tell each other."""
         why, kept = folder / "leaving", folder / "patience"
         environment = environment | {LEAVING: str(why), RETURNING: str(kept)}
         with ExitStack() as stack:
@@ -112,7 +112,7 @@ class JoinSession:
     # Waiting, and working
 
     def _await_turn(self) -> bool:
-        """Until nothing speaks against working; whether that came."""
+        """Wait until nothing speaks against working. Returns whether that came."""
         shown: Absence | None = None
         while (absence := self._absences.look(tuple)) is not None:
             if shown is None or absence.reason != shown.reason:  # others' use alone changes every few seconds
@@ -131,7 +131,7 @@ class JoinSession:
         return True
 
     def _work(self, pool: WorkerPool, why: Path) -> int | None:
-        """Until all workers have ended. None: they are to be started again, once nothing speaks against it."""
+        """Work until all workers have ended. None: they are to be started again, once nothing speaks against it."""
         self._is_going, absence = False, None
         with closing(pool):
             pool.start(self._names)

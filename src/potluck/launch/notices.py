@@ -28,7 +28,7 @@ WAIT_S = 20
 """How long Google may hold its answer back until it changes."""
 TOKEN_S = 21_600
 ADDRESS = "POTLUCK_METADATA"
-"""For tests: HOST:PORT in place of the provider's own address."""
+"""Environment variable for tests: HOST:PORT in place of the provider's own address."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Worker:
         return self.process.returncode
 
     def signal(self, number: int) -> None:
-        """To the worker and whatever it has started: it leads a session of its own."""
+        """Send a signal to the worker and whatever it has started: it leads a session of its own."""
         with contextlib.suppress(ProcessLookupError):  # it has ended by itself meanwhile
             signal_apart(self.process, number)
 
@@ -69,7 +69,7 @@ class RankSpan:
     first: int
     world: int
     address: str
-    """Where all of them meet: of the machine of rank 0."""
+    """Address of rank 0's machine, where all of them meet."""
     port: int
     place: int = 0
     """Index of the first among all ranks on this machine, where several commands start some."""
@@ -171,7 +171,7 @@ def _forward(stream: IO[bytes], who: str) -> None:
 
 
 def _watch(team: list[Worker]) -> int:
-    """Until all have ended, or one has failed and the rest have been ended. Returns the exit code."""
+    """Watch until all have ended, or one has failed and the rest have been ended. Returns the exit code."""
 
     def ask_to_stop(number: int) -> None:
         say("Finishing this step. Ctrl-C again stops at once.")
@@ -210,7 +210,7 @@ def _speaker(ended: list[Worker]) -> Worker:
 
 
 def _let_the_others_end(team: list[Worker], ended: list[Worker]) -> None:
-    """They notice by themselves that a peer is gone, and are ended if they do not."""
+    """Let the others end: they notice by themselves that a peer is gone, and are ended if they do not."""
     wait_until(lambda: _note_ends(team, ended), GRACE_S)
     end_workers(team, signal.SIGTERM)
 
@@ -240,7 +240,7 @@ def _report(worker: Worker) -> int:
 
 
 def pass_on(number: int, workers: Iterable[Worker]) -> None:
-    """To each process that still runs, and not to what it has started."""
+    """Pass a signal on to each process that still runs, and not to what it has started."""
     for worker in workers:
         if worker.is_alive:
             worker.process.send_signal(number)
@@ -283,7 +283,7 @@ class Team:
     ranks: list[Worker]
     environment: dict[str, str]
     request: Request
-    """Where the first asks for the others."""
+    """The file in which the first rank asks for the others."""
     failed_at: float | None = None
     is_told: bool = False
 
@@ -292,7 +292,7 @@ class Team:
         return any(rank.is_alive for rank in self.ranks)
 
     def end_with_its_first(self, now: float) -> None:
-        """Once one has failed the others end by themselves, and are ended if they do not."""
+        """End the other ranks once one has failed, if they do not end by themselves."""
         if all(rank.is_alive or rank.code == 0 for rank in self.ranks):
             return
         self.failed_at = self.failed_at or now
@@ -373,7 +373,7 @@ class WorkerPool:
         pass_on(signal.SIGINT, self._ranks)
 
     def kill(self) -> None:
-        """At once, whatever they do: what they were given, others are given."""
+        """Kill all workers at once, whatever they do: others are given their work."""
         end_workers(self._ranks, KILL)
 
     def close(self) -> None:

@@ -16,9 +16,10 @@ from potluck.errors import ConfigError
 
 SAMPLE_S = 2.0
 BUSY, FREE = 0.25, 0.1
-"""In use by others from the first on, free below the second; between them nothing changes."""
+"""Shares of use by others: busy from the first on, free below the second; between them nothing changes."""
 BUSY_S, FREE_S = 6.0, 60.0
-"""For how long: a worker that comes back costs the others more than one that stays away a little longer."""
+"""Seconds for which it must be so: a worker that comes back costs the others more than one that stays away a little
+longer."""
 CARD_BYTES = 1 << 30
 """A process of somebody else that holds more of a card than a desktop does has it in use, whatever it computes now."""
 
@@ -39,7 +40,8 @@ class Verdict:
 
 
 def decide_yield(samples: Sequence[Sample], *, is_away: bool) -> Verdict:
-    """From the last samples, in order. It goes when all of BUSY_S were busy, and comes when all of FREE_S were free."""
+    """Decide from the last samples, in order. It goes when all of BUSY_S were busy, and comes when all of FREE_S were
+    free."""
     if not samples:
         return Verdict(is_away, "nothing was measured yet")
     last = samples[-1]

@@ -45,7 +45,7 @@ class Access:
 
     @property
     def cookie(self) -> str:
-        """Its name: browsers keep cookies of all ports of a machine together."""
+        """Name of the cookie: browsers keep cookies of all ports of a machine together."""
         return f"potluck-{self.port}"
 
     def refusal(self, headers: Mapping[str, str], query: Mapping[str, str], ends: tuple[End, End] | None) -> str:

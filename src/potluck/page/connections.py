@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
-"""For the head of a request, and for what is left of one that was answered before it was whole."""
+"""Seconds for the head of a request, and for what is left of one that was answered before it was whole."""
 MOST = 128
 BACKLOG = 100
 """How many are accepted in one turn: fewer than places, so that heads are read before their places are needed."""

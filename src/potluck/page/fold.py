@@ -33,7 +33,7 @@ MOST_ITEMS = 200
 RECENT = 400
 """Steps from which the run's speed is taken."""
 SPANS = (20, 60, 200, RECENT)
-"""Over so many of the last steps each, the time left is estimated; the band is from the least to the most."""
+"""Numbers of last steps over which the time left is estimated; the band is from the least to the most."""
 SMOOTH = 0.3
 _COUNTS = ("steps_total", "from_step", "workers", "parameters", "flops_per_sample")
 _WORDS = ("unit", "wire", "policy", "device", "device_name")
@@ -119,7 +119,7 @@ class Fold:
     _told: str = ""
     lanes: list[int] = field(default_factory=list)
     working: frozenset[int] = frozenset()
-    """Who had part in the last step."""
+    """Workers that had part in the last step."""
 
     def take(self, record: Record) -> None:
         """Take one event. A record that is not as it should be is passed over: a page never fails for a line."""
@@ -248,7 +248,7 @@ class Fold:
             self._forget_gone()
 
     def _on_back(self, record: Record, time: float) -> None:
-        """Also where workers were lost and the others had kept an earlier step."""
+        """Go back to an earlier step; also where workers were lost and the others had kept one."""
         self.series.go_back(record["step"])
         self.looks = [look for look in self.looks if look[3] <= record["step"]]
         self.recent.clear()

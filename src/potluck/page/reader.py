@@ -11,11 +11,12 @@ from potluck.page.fold import MOST_OF_NAME, MOST_WORKERS, Fold, cut
 from potluck.show.sentences import Record
 
 PIECE_BYTES = 1 << 20
-"""At most so much is read at once, so that a long run does not keep those waiting who look."""
+"""The most bytes that are read at once, so that a long run does not keep those waiting who look."""
 LONGEST_LINE = 2 << 20
 """A step of thousands of workers has less. Longer ones are passed over: as objects they take twenty times as much."""
 NOW = "now.json"
-"""Beside the events: what is not one, such as how long a worker has been silent. Its writer replaces it whole."""
+"""File beside the events with what is not one, such as how long a worker has been silent. Its writer replaces it
+whole."""
 EVENTS = "events.jsonl"
 
 Kinds = dict[str, type | tuple[type, ...]]

@@ -45,7 +45,7 @@ class RemoteRun:
         """The host has told of the run's end."""
 
     def start(self) -> None:
-        """Once the host has answered. ConfigError: it will not."""
+        """Begin once the host has answered. ConfigError: it will not."""
         pipe, _ = self._connector.connect(PATIENCE_S, again=False)
         self._begin(pipe)
         # A thread: the page must answer while the host is silent, or is looked for again.

@@ -129,5 +129,5 @@ def _sum(one: Cell, other: Cell) -> Cell:
 
 
 def short(figure: float | None) -> float | None:
-    """In six digits, for JSON: what is not finite is none."""
+    """Round to six digits, for JSON: what is not finite is None."""
     return float(f"{figure:.6g}") if figure is not None and math.isfinite(figure) else None

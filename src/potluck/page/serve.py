@@ -32,7 +32,7 @@ LAST_S = 0.5
 
 
 def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: bool) -> None:
-    """Until Ctrl-C, or until standard input ends."""
+    """Serve the page until Ctrl-C, or until standard input ends."""
     access = Access(settings.host, listener.getsockname()[1], settings.token, bool(settings.identity))
     reader = RunReader(_path(settings.folder), _path(settings.pointer))
     permissions = PagePermissions(
@@ -104,7 +104,7 @@ async def _end_after(server: uvicorn.Server, page: PageServer, ended: asyncio.Ev
 
 
 async def _keep(page: PageServer) -> None:
-    """Once the run folder is there."""
+    """Keep the page's place once the run folder is there."""
     kept: Path | None = None
     while True:
         folder = page.reader.folder

@@ -66,7 +66,7 @@ def start_page(address: PageAddress | None, request: PageRequest) -> "PageProces
 
 
 def prepare_page(address: PageAddress, request: PageRequest) -> tuple[PagePlace, PageSettings]:
-    """Its socket, and what its process is told. Beyond this machine it is encrypted."""
+    """Return the page's socket, and the settings of its process. Beyond this machine it is encrypted."""
     identity = None
     if address.is_for_others and request.identity is not None:
         identity = Identity.load_or_make(request.identity)
@@ -153,7 +153,7 @@ class PageProcess:
             say(f"The page has ended, with exit code {code}{why}. The run continues without it.")
 
     def end(self) -> None:
-        """It shows the last of the run to whoever looks, and ends. Does not wait for it."""
+        """End the page, once it has shown the last of the run to anyone who looks. Does not wait for it."""
         self._is_ending = True
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended already, with something of ours in the pipe

@@ -123,7 +123,7 @@ def _row(
 
 
 def link_of(live: Record) -> str:
-    """Where it is, and how far away."""
+    """Say where a worker is, and how far away."""
     if not live.get("address"):
         return "this machine"
     rtt = live.get("rtt_s")

@@ -19,7 +19,7 @@ ASKED = "POTLUCK_PAGE"
 """The environment variable that says what `--page` does where that is not given."""
 OFF = "off"
 KEPT = "page.json"
-"""In the run folder, for its owner alone: where the page was, so that it is there again."""
+"""File in the run folder, for its owner alone: where the page was, so that it is there again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,8 @@ class PagePlace:
 
 
 def open_place(address: PageAddress, folder: Path | None, *, encrypted: bool) -> PagePlace:
-    """Where the page of this folder was before, if nothing else was asked for and that is free. OSError: it is not."""
+    """Open the place where the page of this folder was before, if nothing else was asked for and that is free. OSError:
+    it is not."""
     kept = _kept(folder) if folder is not None else {}
     token = str(kept.get("token") or "") if kept.get("host") == address.host else ""
     port = int(kept.get("port") or 0) if kept.get("host") == address.host and not address.port else 0

@@ -87,7 +87,7 @@ def new_aside(folder: Path, step: int) -> Path:
 
 
 def write_files(aside: Path, snapshot: Snapshot) -> dict[str, Any]:
-    """Their sizes and checksums, by name."""
+    """Write the files, and return their sizes and checksums, by name."""
     check_space(aside, snapshot.bytes)
     sums = {}
     for stem, tensors in snapshot.files.items():
@@ -157,7 +157,7 @@ class CheckpointWriter:
             on_saved(place)
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what the writing raised."""
+        """Wait until nothing is being written. Raises what the writing raised."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

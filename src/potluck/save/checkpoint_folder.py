@@ -22,9 +22,9 @@ FORMAT, FORMAT_IN_PARTS = 1, 2
 AVERAGE = "outer_average"
 """Key of a parameter's average, beside the optimizer's state of it."""
 BEST = "best"
-"""In a manifest: the validation loss, of a checkpoint that was saved because it was the best so far."""
+"""Key of a manifest: the validation loss, in a checkpoint that was saved because it was the best so far."""
 BASE = "base"
-"""In a manifest: the hash of the frozen base, which was left out, and how much that was."""
+"""Key of a manifest: the hash of the frozen base, which was left out, and how much that was."""
 WRITING, LEAVING = ".writing-", ".leaving-"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 

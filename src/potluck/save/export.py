@@ -24,7 +24,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 Sources = dict[str, tuple[TensorFiles, str]]
 """Where each tensor is, by its name in Python: the files, and its name there."""
 Rename = Callable[[str], str]
-"""From the name that a tensor has in Python to the one that it has in the file."""
+"""Maps the name that a tensor has in Python to the one that it has in the file."""
 Begin = Callable[[str, int], Callable[[int], None]]
 """Takes a word and a number of bytes, shows a bar, and returns what advances it by a number of bytes."""
 
@@ -76,7 +76,7 @@ def _write_model(
 
 
 def _readable_form(store: TensorFiles, name: str) -> tuple[str, tuple[int, ...]]:
-    """Its type and shape, if the safetensors library can read them."""
+    """Return its dtype and shape, if the safetensors library can read them."""
     dtype, shape = store.tensors[name].dtype, store.tensors[name].shape
     if dtype == "C128":
         raise CheckpointError(

@@ -37,7 +37,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def make_private(folder: Path) -> None:
-    """For its owner alone, unless it is there already."""
+    """Make a folder for its owner alone, unless it is there already."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -55,14 +55,14 @@ def make_run_folder(folder: Path) -> None:
 
 
 def point_page_to(folder: Path) -> None:
-    """For a page that was started before anybody knew which folder it would be."""
+    """Tell a page the run folder, if it was started before anybody knew which it would be."""
     if (pointer := os.environ.get(PAGE_POINTER)) is not None:
         with suppress(OSError):  # the page is gone, and nobody looks
             write_whole(Path(pointer), str(folder.absolute()))
 
 
 def check_room(folder: Path, needed_bytes: int) -> None:
-    """Before anything is computed."""
+    """Check, before anything is computed, that the disk has room for one checkpoint."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise ConfigError(

@@ -106,12 +106,12 @@ class Saves:
         self._gone.set()
 
     def wait(self) -> None:
-        """Until nothing is being written here."""
+        """Wait until nothing is being written here."""
         for writer in self._writers.values():
             writer.wait()
 
     def wait_together(self) -> None:
-        """On every worker alike, until nothing is being written anywhere. What went wrong is raised on all."""
+        """Wait, on every worker alike, until nothing is being written anywhere. What went wrong is raised on all."""
         together(self._link, self.wait)
 
     def _saved(self, step: int, stall_s: float) -> Callable[[Path], None]:
@@ -172,7 +172,7 @@ class Saves:
         return found
 
     def _check_whole(self, path: Path, standing: Standing, replica: "Replica") -> None:
-        """That it is of this model and this optimizer, and that nothing is missing."""
+        """Check that it is of this model and this optimizer, and that nothing is missing."""
         with (
             checkpoint.ranges(path, standing, checkpoint.MODEL) as model,
             checkpoint.ranges(path, standing, checkpoint.OPTIMIZER) as optimizer,

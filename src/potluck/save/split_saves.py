@@ -35,7 +35,7 @@ PATIENCE_S = 600.0
 GRACE_S = 5.0
 """How long rank 0 waits for the files of the others, once it is known that one of them is gone."""
 LOOK_S = 0.02
-"""Between two looks for them."""
+"""Seconds between two looks for the others' files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _workers(ranks: list[int]) -> str:
 Standing = dict[str, Any]
 """Where a run stands, as JSON: step, rows, epoch, position; what is kept beside the model."""
 KeptTensors = dict[str, Tensor]
-"""In host memory: tensors of the scheduler and of fleet.state, which the standing names."""
+"""Tensors of the scheduler and of fleet.state in host memory, which the position names."""
 TENSORS = "kept tensors"
 """Key under which a position that was loaded has its tensors."""
 ALL_DAMAGED = "Every checkpoint in {} is damaged. Start anew in another folder."

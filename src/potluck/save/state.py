@@ -97,7 +97,8 @@ def optimizer_state(optimizer: Optimizer, names: dict[int, str]) -> tuple[dict[s
 
 
 def groups_json(optimizer: Optimizer, names: list[list[str]], tensors: dict[str, Tensor]) -> Any:
-    """Its groups with the names of their parameters; tensors among their settings go into `tensors`."""
+    """Return the optimizer's groups with the names of their parameters; tensors among their settings go into
+    `tensors`."""
     groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
     return flatten(groups, "groups", tensors)
 
@@ -241,7 +242,7 @@ def unflatten(value: Any, tensors: Tensors) -> Any:
 
 
 def tensors_json(tensors: dict[str, Tensor]) -> str:
-    """For few and small ones, where there is no file to put them into."""
+    """Convert few and small tensors to JSON, where there is no file to put them into."""
     return base64.b64encode(save(tensors)).decode() if tensors else ""
 
 

@@ -32,8 +32,8 @@ def is_in_parts(replica: "Replica") -> bool:
 
 
 def whole_state(link: Link, replica: "Replica", names: Sequence[str]) -> dict[str, Any]:
-    """On rank 0, under `names` and in their order; empty on all others. All ranks call this alike, and where each has
-    the whole model, none talks to another."""
+    """Return the whole state on rank 0, under `names` and in their order; empty on all others. All ranks call this
+    alike, and where each has the whole model, none talks to another."""
     if is_in_parts(replica):
         sharded = sharded_of(replica)
         assert sharded is not None

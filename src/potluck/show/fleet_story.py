@@ -18,7 +18,7 @@ class StoryLine:
     """A sentence, when it was true, and how it looks."""
 
     at: float
-    """By the clock of the events."""
+    """Time by the clock of the events."""
     text: str
     style: str = ""
 
@@ -37,7 +37,7 @@ class Kill:
     next_step: int | None = None
     """The first that was done afterwards."""
     seconds: float = 0.0
-    """Until then."""
+    """Seconds from the kill until then."""
 
     @property
     def repeated(self) -> int:
@@ -53,7 +53,7 @@ class Progression:
     loss: float | None = None
     validation: float | None = None
     rows: dict[str, int] = field(default_factory=dict)
-    """Who computed how many rows of the last step."""
+    """Rows of the last step that each worker computed."""
     proofs: dict[int, Record] = field(default_factory=dict)
     """Record of each epoch's end."""
     ended: Record | None = None
@@ -99,7 +99,7 @@ class FleetStory:
         return [StoryLine(record["time"], text, style) for text, style in lines]
 
     def on_kill(self, name: str, at: float, *, is_host: bool = False) -> StoryLine:
-        """It was killed. Call it once the events up to then have been heard."""
+        """Note that a process was killed. Call it once the events up to then have been heard."""
         step = max((step for when, step in self._done_at if when <= at), default=0)
         self.kills.append(Kill(name, at, step, is_host))
         return StoryLine(at, f"{_capital(name)} is killed (-9), after step {step}.", "bold red")
@@ -178,7 +178,7 @@ class FleetStory:
 
 
 def _capital(name: str) -> str:
-    """At the beginning of a sentence: of words, and not of names."""
+    """Write a name at the beginning of a sentence: words with a capital, and names as they are."""
     return name[0].upper() + name[1:] if " " in name else name
 
 

@@ -99,7 +99,8 @@ def gain_sentence(plain: Timeline, other: Timeline, names: tuple[str, str] = ("S
 
 
 def _to_a_loss(plain: Timeline, other: Timeline, names: tuple[str, str]) -> str:
-    """To the lowest validation loss that both have reached, if they looked at it while they trained."""
+    """Compare the time to the lowest validation loss that both have reached, if they looked at it while they
+    trained."""
     looks = len(plain.looks), len(other.looks)
     if not min(looks) or max(looks) < 2:
         return ""
@@ -164,7 +165,7 @@ def _joined(parts: list[TimeMean]) -> TimeMean:
 SYNC, CADENCE = "#d55e00", "#0072b2"
 """Colour-blind eyes can distinguish them, and so can print."""
 MOST_LINES = 60
-"""With more windows than this, no lines are drawn between them: nobody could distinguish them."""
+"""The most windows between which lines are drawn: nobody could distinguish more."""
 
 
 def draw_losses(events: Path, picture: Path) -> Path:
@@ -229,7 +230,7 @@ def _drawn(loss: float) -> float:
 
 
 def draw_comparison(sync: Timeline, cadence: Timeline, slow: int, picture: Path) -> Path:
-    """Who computed when and who waited, in both runs; and both losses against time. As a PNG."""
+    """Draw who computed when and who waited, in both runs; and both losses against time. As a PNG."""
     from matplotlib.figure import Figure
 
     lanes_inches = 0.42 * max(len(sync.lanes), len(cadence.lanes), 1)

@@ -30,7 +30,7 @@ from potluck.show.sentences import sentence_of
 from potluck.words import count, duration, plural
 
 LINE_EVERY_S = 5.0
-"""Without a terminal, one line at most this often."""
+"""Seconds between two lines without a terminal, at least."""
 RECENT_STEPS = 20
 STYLES = {"plain": "cyan", "good": "green", "notice": "yellow", "bad": "red"}
 """The colour of each tone of a sentence."""
@@ -218,7 +218,7 @@ class Progress:
 
 
 def _table_of_stages(workers: tuple[WorkerStep, ...]) -> Table:
-    """Where the time of each stage goes."""
+    """Show where the time of each stage goes."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("stage", "rows", "busy", "waiting", "sending"):
         table.add_column(name, justify="left" if name == "stage" else "right", min_width=9)

@@ -20,9 +20,9 @@ LIBRARIES = {
     "trackio": "trackio",
     "otel": "opentelemetry.sdk",
 }
-"""By the name of a tracker, which is also that of its extra: what it imports."""
+"""What each tracker imports, by its name, which is also that of its extra."""
 PROJECT = "potluck"
-"""Where runs are kept together, unless the tracker's own variable says otherwise."""
+"""Project in which runs are kept together, unless the tracker's own variable says otherwise."""
 
 Ended = Literal["finished", "failed", "interrupted"]
 
@@ -99,7 +99,8 @@ def name_fault(name: str) -> str:
 
 
 def _is_installed(library: str) -> bool:
-    """Without importing it. A folder of that name in the working directory, as wandb leaves one, is not it."""
+    """Tell whether a library is installed, without importing it. A folder of that name in the working directory, as
+    wandb leaves one, is not it."""
     try:
         spec = importlib.util.find_spec(library)
     except ImportError:

@@ -86,7 +86,7 @@ def _recipe_of(folder: Path) -> dict[str, Any]:
 
 
 def _lines() -> Iterator[str]:
-    """From a thread, so that a tracker which hangs does not keep us from hearing that the run is gone."""
+    """Yield lines from a thread, so that a tracker which hangs does not keep us from hearing that the run is gone."""
     lines: queue.Queue[str | None] = queue.Queue(MOST_AHEAD)
     moved_at = time.monotonic()
 

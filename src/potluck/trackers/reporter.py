@@ -26,7 +26,7 @@ MOST_WAITING = 4096
 MOST_UNDER_WAY = 32
 """Records that were sent, and not taken yet."""
 HANGS_S = 60.0
-"""After this long without a sign, a person is told."""
+"""Seconds without a sign after which a person is told."""
 END_S = 20.0
 """How long a run that has ended waits for its trackers, all together."""
 
@@ -144,7 +144,7 @@ class Reporter:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """For what waits still, this long at most."""
+        """Wait for what is still to be taken, this long at most."""
         self._reader.join(timeout_s if self._silent_s < HANGS_S else 0.0)
         if self._reader.is_alive():
             self._process.kill()

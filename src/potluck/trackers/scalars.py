@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 GROUPS = {"step_done": "train", "validated": "validation", "decided": "agree", "checkpoint_saved": "checkpoint"}
-"""By event: what its numbers are called before the slash, if not as the event."""
+"""Word before the slash in the names of an event's numbers, if not the event's own."""
 NO_CURVES = {"run_started", "run_ended"}
-"""They are told as settings, and as the end."""
+"""Events that are told as settings, and as the end."""
 NO_NUMBERS = {"step", "time", "schema", "worker", "from_step"}
 """Fields that say which one, not how much."""
 MOST_WORKERS = 64
-"""With more of them than this, or more names over the run, their least, mean and most are told, not each one's."""
+"""The most workers that are told one by one; with more of them, or more names over the run, their least, mean and most
+are."""
 OF_WORKERS = ("rows", "samples", "busy_s", "wait_s", "send_s")
 
 
@@ -21,7 +22,7 @@ class Scalars:
         self._names: set[str] = set()
 
     def of(self, record: dict[str, Any]) -> tuple[int, dict[str, float]]:
-        """At which step of the run, and what."""
+        """Return the step of the run, and the numbers to log there."""
         event = record["event"]
         self._step = int(record.get("step", record.get("from_step", self._step)))
         if event in NO_CURVES:

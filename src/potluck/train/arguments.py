@@ -68,7 +68,7 @@ class Listening:
     at_least: int
     insecure: bool
     identity: Path | None = None
-    """Where `potluck invite` made the identity that invites name; none: the run folder's own."""
+    """Folder where `potluck invite` made the identity that invites name; none: the run folder's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class HostArgs:
     track: tuple[str, ...] = ()
     """The trackers that the host reports the run to; its workers report to none."""
     page: str | None = None
-    """Where the live page is, as --page says it."""
+    """Address of the live page, as --page says it."""
     control: bool = False
     """Whether a person may pause the run, save it and let workers go on that page."""
 
@@ -252,7 +252,7 @@ def _tracked(recipe: dict[str, Any]) -> list[str]:
 
 
 def ask_for_files(paths: Sequence[str]) -> ConfigError:
-    """In a worker: lets the person be asked, where there is one, and says what is to be done where there is none."""
+    """Let the person be asked in a worker, where there is one; and say what is to be done where there is none."""
     shown = ", ".join(map(repr, paths[:MOST_SHOWN])) + (", ..." if len(paths) > MOST_SHOWN else "")
     place = os.environ.get(FILES_ASKED)
     if place is not None and len(paths) <= MOST_SHOWN and all(len(path) <= 1024 for path in paths):

@@ -27,7 +27,7 @@ END = 0
 """The token that ends a text: byte 0, which text does not have; of a tokenizer that was learnt, its special one."""
 
 NEVER = "<never> <never>"
-"""For a vocabulary of bytes: llama.cpp refuses one without merges, and of these two nothing is ever made."""
+"""Merge for a vocabulary of bytes: llama.cpp refuses one without merges, and of these two nothing is ever made."""
 
 HF_NAMES = {
     "embedding": "model.embed_tokens",
@@ -101,7 +101,7 @@ def model_of(source: Path) -> ModelConfig:
 
 
 def _find(source: Path, name: str) -> Path | None:
-    """In a run's folder, which is two above that of a checkpoint."""
+    """Find a file in a run's folder, which is two above that of a checkpoint."""
     places = [source, *source.absolute().parents[:2]]
     return next((place / name for place in places if (place / name).is_file()), None)
 
@@ -146,7 +146,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def byte_tokenizer(vocab: int) -> dict[str, Any]:
-    """For Hugging Face's tokenizers: no character is known, so that each falls back to its bytes."""
+    """Make a tokenizer of Hugging Face's that knows no character, so that each falls back to its bytes."""
     tokens = {f"<0x{number:02X}>" if number < 256 else f"<unused{number}>": number for number in range(vocab)}
     end = {"id": END, "content": "<0x00>", "special": True}
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -207,7 +207,8 @@ def export_gguf(source: Path, out: Path, *, ema: bool = False) -> int:
 
 
 def _as_llama_cpp(name: str, tensor: Any, config: ModelConfig) -> Any:
-    """It turns neighbouring numbers of a head together, and we the first half with the second."""
+    """Reorder a head as llama.cpp has it: it turns neighbouring numbers together, and we the first half with the
+    second."""
     if not name.endswith(("w_q.weight", "w_k.weight")):
         return tensor
     head = config.dim // config.heads
@@ -249,7 +250,7 @@ def _tell_tokens(writer: Any, gguf: Any, vocab: int, tokenizer: dict[str, Any]) 
 
 
 def byte_characters() -> list[str]:
-    """By byte: the character that stands for it in vocabularies of GPT-2's form."""
+    """List, by byte, the character that stands for it in vocabularies of GPT-2's form."""
     own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     characters, next_free = [], 256
     for byte in range(256):

@@ -108,7 +108,7 @@ class RecipeParts:
     validation: Any
     loss: LossFunction
     validate: LossFunction | None = None
-    """For the validation rows; None: the loss."""
+    """Loss for the validation rows; None: the training loss."""
     collate: Callable[[list[Any]], Any] | None = None
     samples_per_row: float
     """About how many samples the loss function counts in a row."""
@@ -221,7 +221,7 @@ def memory_here(config: RecipeConfig, engine: Engine) -> tuple[int, int, str]:
 
 
 def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
-    """That go through a worker's part of the model together."""
+    """Count the rows that go through a worker's part of the model together."""
     if config.stages is not None:
         return min(config.stages.micro_batch_size or config.batch.size, config.batch.size, rows)
     parts = config.batch.slice_count if engine.is_led else engine.pipelines
@@ -229,13 +229,14 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
 
 
 def _keep_pieces(pieces: WordPieces, event: Event) -> None:
-    """Beside the recipe: the model is of no use without."""
+    """Keep the pieces beside the recipe: the model is of no use without."""
     if isinstance(event, RunStarted):
         write_whole(Path(event.folder) / TOKENIZER, pieces.json)
 
 
 def _keep_recipe(event: Event, folder: Path, config: RecipeConfig) -> None:
-    """Once the run has really started: a resume that was refused must not change what the folder says."""
+    """Keep the recipe once the run has really started: a resume that was refused must not change what the folder
+    says."""
     if isinstance(event, RunStarted):
         write_whole(folder / "run.toml", to_toml(config))
 

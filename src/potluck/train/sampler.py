@@ -18,9 +18,9 @@ from potluck.train.model import GPT
 from potluck.train.word_pieces import WordPieces
 
 EVERY_S = 60.0
-"""At most so often: the others may wait for the worker that writes."""
+"""Seconds between two samples, at least: the others may wait for the worker that writes."""
 MOST_S = 0.25
-"""For so long, at most, but for the last few tokens."""
+"""Seconds that a sample takes, at most, but for the last few tokens."""
 BEGINNING, AT_ONCE, MOST_TOKENS, MOST_SHOWN = 48, 8, 160, 400
 
 Write = Callable[[], tuple[str, str]]
@@ -58,7 +58,7 @@ def may_sample(engine: Engine, *, is_compiled: bool) -> bool:
 
 
 def writing(model: GPT, validation: Any, pieces: WordPieces | None) -> Write | None:
-    """From the beginning of a row that is not trained on; None where there is none."""
+    """Write from the beginning of a row that is not trained on; None where there is none."""
     if not len(validation):
         return None
 

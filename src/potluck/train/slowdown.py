@@ -37,7 +37,7 @@ waits for a core."""
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
     worker: int
-    """Whom it slows."""
+    """Number of the worker that it slows."""
     factor: float = 3.0
     cores: tuple[float, ...] = ()
     """Each worker's quota; empty: the slow one pauses."""
@@ -196,7 +196,7 @@ def _set_quota(group: Path, cores: float, *, is_v2: bool) -> None:
 
 
 def _rehearse(home: Path, group: Path) -> None:
-    """In and out again: to make a group is one permission, and to enter it another."""
+    """Enter and leave a group: to make one is one permission, and to enter it another."""
     _move(os.getpid(), home)  # where we are already, so that a refusal leaves us there
     _move(os.getpid(), group)
     _move(os.getpid(), home)

@@ -159,7 +159,7 @@ def files_below(path: Path) -> list[Path]:
 
 
 def _standard_library() -> list[Path]:
-    """Its modules, mixed by a fixed rule, so that the end of the text is like its beginning."""
+    """List the standard library's modules, mixed by a fixed rule, so that the end of the text is like its beginning."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"), key=lambda file: zlib.crc32(file.name.encode()))
     if not files:

@@ -72,7 +72,7 @@ class FitConfig:
     seed: int = 0
     """Seeds the order of rows and each worker's random numbers."""
     track: tuple[str, ...] = ()
-    """Where the run is reported to: "tensorboard", "wandb", "mlflow", "trackio", "otel"."""
+    """Trackers to which the run is reported: "tensorboard", "wandb", "mlflow", "trackio", "otel"."""
     tensorboard: bool = False
     """Adds "tensorboard" to track."""
     progress: bool = True
@@ -106,7 +106,7 @@ class Summary:
     best_loss: float | None = None
     """The lowest validation loss."""
     best: Path | None = None
-    """Its checkpoint, if checkpoint.best was asked for; under a host it is in the host's folder."""
+    """Checkpoint of the best validation, if checkpoint.best was asked for; under a host it is in the host's folder."""
     skipped: int = 0
     checkpoint: Path | None = None
     epochs: list[str] = field(default_factory=list)
@@ -292,7 +292,7 @@ class Trainer:
         return True
 
     def _after_agreement(self) -> None:
-        """On every worker alike, so that what follows may talk to the others."""
+        """Run on every worker alike, so that what follows may talk to the others."""
         at_end_of_epoch = self._loader.position.row == self._loader.rows
         every = self.config.validate_every
         if not self.engine.stopping and (at_end_of_epoch if every is None else self.engine.has_passed(every)):

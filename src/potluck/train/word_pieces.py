@@ -15,7 +15,7 @@ from torch import Tensor
 from potluck.errors import ConfigError
 
 TOKENIZER = "tokenizer.json"
-"""In a run's folder; what reads it elsewhere: transformers.PreTrainedTokenizerFast(tokenizer_file=...)."""
+"""File in a run's folder; elsewhere transformers.PreTrainedTokenizerFast(tokenizer_file=...) reads it."""
 CHUNK_BYTES = 1 << 16
 """Text is counted and encoded in parts of about this length, which end with a line."""
 
