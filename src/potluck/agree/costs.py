@@ -1,4 +1,4 @@
-"""What windows cost: the time to agree, and what is learned less from the same rows. Pure.
+"""Weighs what windows cost: the time to agree, and what is learned less from the same rows. Pure.
 
 A window of H batches wastes agree_s / H of each batch's time; and replicas that step by themselves for H batches need
 about LEARNING * sqrt(H * (replicas - 1)) more rows for the same loss (docs/decisions/0062). Both together are least at
@@ -17,7 +17,7 @@ EARLY = 15
 NEARLY_SYNC = 15
 """H * (replicas - 1) up to which replicas learn nearly like Sync: 2 % more loss of 4 replicas at 5 batches."""
 ALONE = 0.1
-"""What a replica that is alone counts as having beside it: others may come, and wait for a window's end."""
+"""How many replicas one that is alone counts as having beside it: others may come, and wait for a window's end."""
 STATE = 3
 """A window moves parameters and two moments, where a step moves gradients: so many times the bytes, until measured."""
 SMOOTH = 0.2
@@ -78,11 +78,11 @@ class WindowCosts:
         return max(1, min(most, round(wanted)))
 
     def more_rows(self, anchor: int) -> float:
-        """What share of the rows more it takes for the same loss."""
+        """Return the share of rows that it takes more for the same loss."""
         return self._learning * math.sqrt(anchor)
 
     def more_time(self, anchor: int) -> float:
-        """What agreeing takes, as a share of the time to compute."""
+        """Return the time that agreeing takes, as a share of the time to compute."""
         return self._agree_s / self.batch_s / anchor if self.batch_s > 0 else 0.0
 
     def price(self, anchor: int) -> float:

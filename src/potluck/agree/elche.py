@@ -114,11 +114,11 @@ class ElChe:
         if not self.is_measured:
             return share_out(total, [1] * self.world_size)
         speeds = [1 / max(ms, LEAST_MS) for ms in self.ms_per_batch]
-        found = [math.floor(speed / sum(speeds) * total) for speed in speeds]
+        batches = [math.floor(speed / sum(speeds) * total) for speed in speeds]
         by_speed = sorted(range(self.world_size), key=lambda rank: -speeds[rank])
-        for rank in by_speed[: total - sum(found)]:
-            found[rank] += 1
-        return found
+        for rank in by_speed[: total - sum(batches)]:
+            batches[rank] += 1
+        return batches
 
     def clamp_total(self, most: int) -> list[int]:
         """batch_counts, scaled down if their sum is above `most`; each rank keeps at least one batch."""

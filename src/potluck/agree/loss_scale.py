@@ -17,7 +17,7 @@ LEAST, MOST = 2.0**-8, 2.0**40
 class LossScale:
     is_on: bool = False
     value: float = FIRST
-    """Of the mean loss over a step's samples."""
+    """Scale of the mean loss over a step's samples."""
     good: int = 0
     """Steps since it changed."""
     samples_per_row: float = 1.0
@@ -26,7 +26,7 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """Of a loss that is weighted by its samples and by RunState.unit."""
+        """Return the factor of a loss that is weighted by its samples and by RunState.unit."""
         return self.value / self.samples_per_row if self.is_on else 1.0
 
     @property

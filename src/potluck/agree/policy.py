@@ -9,7 +9,7 @@ from potluck.config import removed
 from potluck.words import check_at_least
 
 PUBLISHED_TARGET, MOST_BATCHES = 0.10, 200
-"""As published."""
+"""The published values."""
 OVERHEAD_TARGET = 0.02
 """Where a window's length follows from what it teaches: agreeing may cost no more than this before that is known."""
 
@@ -45,7 +45,7 @@ _removed = removed(overlap=OVERLAP, outer=OUTER)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Windowed:
-    """What Cadence and Async have in common: replicas step by themselves."""
+    """The settings that Cadence and Async share: replicas step by themselves."""
 
     steps_together: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
@@ -70,7 +70,8 @@ class _Windowed:
 
     @classmethod
     def published(cls, **settings: Any) -> Self:
-        """As it was published: windows as long as averaging is dear, and nothing but parameters is averaged."""
+        """Make the policy as it was published: windows as long as averaging is dear, and nothing but parameters is
+        averaged."""
         length = {"max_anchor": MOST_BATCHES, "overhead_target": PUBLISHED_TARGET}
         return cls(**length | {"together": 0.0, "moments": False} | settings)
 
@@ -155,16 +156,16 @@ ApplyPolicy = Sync | Cadence | Async | Auto
 Policy = ApplyPolicy | Literal["sync", "cadence", "async", "auto"]
 
 
-def policy_of(asked: Policy | None, *, has_host: bool) -> ApplyPolicy:
+def policy_of(wanted: Policy | None, *, has_host: bool) -> ApplyPolicy:
     """By its name, too. Under a host, whose workers and links may be slow, Auto where none is asked for; else Sync."""
-    if asked is None:
+    if wanted is None:
         return Auto() if has_host else Sync()
-    if not isinstance(asked, str):
-        return asked
+    if not isinstance(wanted, str):
+        return wanted
     by_name = {kind.kind: kind for kind in (Sync, Cadence, Async, Auto)}
-    if asked not in by_name:
-        raise ValueError(f"policy is one of {', '.join(by_name)}, not {asked!r}")
-    return by_name[asked]()
+    if wanted not in by_name:
+        raise ValueError(f"policy is one of {', '.join(by_name)}, not {wanted!r}")
+    return by_name[wanted]()
 
 
 def make_elche(policy: _Windowed, world: int) -> ElChe:

@@ -12,7 +12,7 @@ LARGEST = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunTerms:
-    """What all workers of a run have alike, as far as it is counted by."""
+    """Terms that all workers of a run have alike, as far as rows and steps are counted by them."""
 
     rows: int = 0
     """Places of an epoch; 0: there is no loader."""
@@ -80,14 +80,14 @@ class Position:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Self:
         """Read a checkpoint's keys, those of earlier versions too. ValueError where they say no position."""
-        found: dict[str, Any] = {"version": saved.get("step"), "turn": 0, "skipped": 0, "skipped_rows": 0} | {
+        numbers: dict[str, Any] = {"version": saved.get("step"), "turn": 0, "skipped": 0, "skipped_rows": 0} | {
             name: saved[name] for name in _NUMBERS if name in saved
         }
-        if set(found) != set(_NUMBERS):
-            raise ValueError(f"{' and '.join(sorted(set(_NUMBERS) - set(found)))} is missing")
-        if not all(type(number) is int and 0 <= number <= LARGEST for number in found.values()):
+        if set(numbers) != set(_NUMBERS):
+            raise ValueError(f"{' and '.join(sorted(set(_NUMBERS) - set(numbers)))} is missing")
+        if not all(type(number) is int and 0 <= number <= LARGEST for number in numbers.values()):
             raise ValueError("some of its numbers are no whole numbers of at least 0")
-        return cls(**found, left=tuple((start, end) for start, end in saved.get("left", ())))
+        return cls(**numbers, left=tuple((start, end) for start, end in saved.get("left", ())))
 
     def to_wire(self) -> str:
         """The form of Admitted.position."""

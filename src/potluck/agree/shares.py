@@ -30,18 +30,19 @@ def share_out(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def without_singles(parts: Sequence[int]) -> list[int]:
-    """The same total in parts none of which is 1, if the total is not: from the largest, or else by fewer parts."""
-    found = list(parts)
-    while sum(found) > 1 and 1 in found:
-        single, largest = found.index(1), found.index(max(found))
-        if found[largest] > 2:
-            found[largest] -= 1
-            found[single] += 1
+    """Change parts so that none is 1, with the same total, if that is not 1: rows come from the largest, or else there
+    are fewer parts."""
+    changed = list(parts)
+    while sum(changed) > 1 and 1 in changed:
+        single, largest = changed.index(1), changed.index(max(changed))
+        if changed[largest] > 2:
+            changed[largest] -= 1
+            changed[single] += 1
         else:  # all others are 1 or 2
-            partner = found.index(1, single + 1) if found.count(1) > 1 else largest
-            found[partner] += 1
-            found[single] -= 1
-    return found
+            partner = changed.index(1, single + 1) if changed.count(1) > 1 else largest
+            changed[partner] += 1
+            changed[single] -= 1
+    return changed
 
 
 def give_each_one(parts: list[int]) -> None:
@@ -56,7 +57,7 @@ STEPS = 8
 FIRST_GAIN, GAIN = 0.15, 0.05
 """The share of a step's time that the first change must save, and each later one, so that noise alone moves nothing."""
 LEAST_TRUST = 0.2
-"""What a change is trusted with after one that saved nothing: a worker that is really slower is still followed."""
+"""Trust in a change after one that saved nothing: a worker that is really slower is still followed."""
 
 
 class Balance:

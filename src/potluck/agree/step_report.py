@@ -1,4 +1,4 @@
-"""What workers report to each other once per step, and what all of them decide from it. Pure.
+"""StepReport: the report that workers send each other once per step, and the decision that all take from it. Pure.
 
 Every worker gets the same reports and so reaches the same decision: to apply the step or to skip it.
 """
@@ -33,7 +33,7 @@ class StepDecision:
     norm: float
     """The norm of that mean's gradient, before clipping."""
     scale: float
-    """What turns the summed gradient into the one to apply."""
+    """Factor that turns the summed gradient into the one to apply."""
     fault: str | None
     """Why the step is skipped, as part of a sentence; none: it is applied."""
 
@@ -74,7 +74,8 @@ def decide_mean(
 
 
 def norm_of_stages(norms: Sequence[float], elsewhere: Sequence[float]) -> float:
-    """Of the whole gradient: each stage's, without what it has too and another stage counts (`elsewhere`).
+    """Compute the norm of the whole gradient from each stage's, without what it has too and another stage counts
+    (`elsewhere`).
 
     Not finite if any of them is not. Python's max(0.0, nan) is 0.0, which would pass for a good gradient.
     """

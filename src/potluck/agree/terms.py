@@ -1,4 +1,4 @@
-"""What all workers of a run must have alike, settings and data, and how two of them differ, in words. Pure."""
+"""Compares what all workers of a run must have alike, settings and data, and says how two of them differ. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,8 @@ MAX_MARKS = 64
 Mark = list[Any]
 """[a hash of what is no float, three numbers that say what the floats are like; none if there are none]."""
 Fingerprint = dict[str, Any]
-"""Of data: `marks` by position, and `origin`, words for people. Empty: there is none, and nothing is compared."""
+"""Fingerprint of data: `marks` by position, and `origin`, words for people. Empty: there is none, and nothing is
+compared."""
 
 ALL = "all"
 """The mark of data as a whole; others are of one row, by its position."""
@@ -35,15 +36,15 @@ def differing_settings(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> di
 
 
 def differing_data(
-    mine: Fingerprint, theirs: Fingerprint, whose: tuple[str, str] = ("this run's", "yours")
+    own: Fingerprint, other: Fingerprint, whose: tuple[str, str] = ("this run's", "yours")
 ) -> str | None:
     """How two fingerprints tell of other data, as the end of a sentence; none if they do not, or cannot say."""
-    marks, others = mine.get("marks", {}), theirs.get("marks", {})
+    marks, others = own.get("marks", {}), other.get("marks", {})
     both = [name for name in marks if name in others]
     different = [name for name in both if differs(marks[name], others[name])]
     if not different:
         return None
-    origins = [str(each.get("origin") or "") for each in (mine, theirs)]
+    origins = [str(each.get("origin") or "") for each in (own, other)]
     of = "; ".join(f"{who}: {origin}" for who, origin in zip(whose, origins, strict=True))
     where = "what is in them is not the same"
     if ALL not in different:

@@ -1,4 +1,4 @@
-"""What each replica does until the next agreement, decided from what all of them reported of the last window. Pure.
+"""Plans what each replica does until the next agreement, from what all of them reported of the last window. Pure.
 
 Everybody who hears the same reports decides the same, so that ranks of a process group need nobody to lead them.
 """
@@ -55,7 +55,7 @@ JUMP = 1.3
 """A replica that is this many times faster or slower than before is measured anew: its old speed says nothing."""
 
 MOST_BATCHES = 1 << 20
-"""Of a window, where nothing else bounds it."""
+"""The most batches of a window, where nothing else bounds it."""
 LEAST_S, MOST_S = 1e-6, 1e6
 """Bounds for the time of a batch. A clock beyond them is wrong, or lies: no number of rows would follow from it."""
 
@@ -207,7 +207,7 @@ class WindowPlanner:
             self.elche._count()
 
     def observe(self, rows: Sequence[int], busy_s: Sequence[float], batch_rows: int, more_s: float) -> None:
-        """What a step that all took together says of their speeds. `more_s`: what the one before cost beyond that."""
+        """Learn speeds from a step that all took together. `more_s`: what the one before cost beyond that."""
         self.costs.report_step(max(busy_s), more_s)
         seconds = [own_s * batch_rows / own if own else 0.0 for own, own_s in zip(rows, busy_s, strict=True)]
         reports = [_sane(WindowReport(wall_s=each, batches=1)) for each in seconds]
@@ -333,7 +333,7 @@ class RowPool:
         return taken
 
     def take_in_pairs(self, decision: WindowPlan, most: int) -> tuple[WindowPlan, list[list[tuple[int, int]]]]:
-        """What each replica takes, at most `most` rows in all: no single row, of which BatchNorm can take no mean.
+        """Take each replica's rows, at most `most` in all: no single row, of which BatchNorm can take no mean.
 
         A row that is left alone between two that are done would have to be a batch by itself.
         """
@@ -357,7 +357,7 @@ class RowPool:
 
 
 def rows_left_after(ranges: Sequence[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
-    """What is left of these once `rows` rows of them are done, in order."""
+    """Return what is left of these ranges once `rows` rows of them are done, in order."""
     left = []
     for start, end in ranges:
         done = min(end - start, rows)

@@ -22,11 +22,12 @@ class WireChoice:
     wire: Wire = "fp32"
     is_settled: bool = False
     _before: tuple[float, float] | None = None
-    """What agreeing took in fp32, and the whole step, while int4 is tried."""
+    """Seconds that agreeing took in fp32, and the whole step, while int4 is tried."""
     _seen: list[tuple[float, float]] = field(default_factory=list)
 
     def report(self, agree_s: float, step_s: float) -> str | None:
-        """Of one step: the seconds in which no worker computed, and all of them. A sentence, where the form changes."""
+        """Report one step: the seconds in which no worker computed, and all of them. Returns a sentence where the form
+        changes."""
         if self.is_settled:
             return None
         self._seen.append((agree_s, step_s))
