@@ -16,7 +16,8 @@ from potluck import Cadence, FullShard, HybridShard, JointOptimizer, NoShard, Sh
 from potluck.data.rows import mix
 from potluck.errors import ConfigError
 from potluck.events import Noticed
-from potluck.sharding.whole_steps import check_can_split, is_elementwise
+from potluck.sharding.optimizer_traits import is_elementwise
+from potluck.sharding.whole_steps import check_can_split
 from tests.quick import first_of
 from tests.ranks import run_ranks
 

@@ -11,19 +11,14 @@ import torch
 from torch import Tensor
 
 from potluck.engine.replica import Replica
+from potluck.sharding.optimizer_traits import TRAIN_MODE, has_eval_weights
 from potluck.sharding.united_optimizers import each_of
-
-MODE = "train_mode"
 
 
 class LookingWeights:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._free = [
-            each
-            for each in each_of(replica.optimizer)
-            if all(MODE in group for group in each.param_groups) and callable(getattr(each, "eval", None))
-        ]
+        self._free = [each for each in each_of(replica.optimizer) if has_eval_weights(each)]
         self._trained: list[Tensor] = []
         """The weights that are trained, while the others are in their place."""
         for each in self._free:
@@ -36,7 +31,7 @@ class LookingWeights:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Called on every worker alike; replicas are equal."""
-        is_training = all(group[MODE] for each in self._free for group in each.param_groups)
+        is_training = all(group[TRAIN_MODE] for each in self._free for group in each.param_groups)
         if not self._free or self._trained or not is_training:  # else a person has put them there
             yield
             return
@@ -75,7 +70,7 @@ class LookingWeights:
                 parameter.copy_(numbers)
         for each in self._free:
             for group in each.param_groups:
-                group[MODE] = is_trained
+                group[TRAIN_MODE] = is_trained
 
     def _parameters(self) -> list[Tensor]:
         return [p for each in self._free for group in each.param_groups for p in group["params"]]

@@ -19,14 +19,9 @@ from potluck.coded_numbers import Coding
 from potluck.engine.buckets import Allocate, split_like
 from potluck.fleet.description import DIVISORS, MOMENTS, OTHER_MOMENTS, coding_of_block
 from potluck.link.link import Link, Pending
-from potluck.sharding.runs import COUNTERS, FlatRun
+from potluck.sharding.optimizer_traits import COUNTERS, FIRST, SECOND, is_coded
+from potluck.sharding.runs import FlatRun
 from potluck.sharding.united_optimizers import each_of
-from potluck.sharding.whole_steps import is_quantised
-
-FIRST = {"exp_avg", "momentum_buffer"}
-"""Means of gradients."""
-SECOND = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum"}
-"""What optimizers divide a step by: with one of them, a gradient that is noisier makes a shorter step."""
 
 
 def look_at_state(optimizer: Optimizer, shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
@@ -56,7 +51,7 @@ def can_average(optimizer: Optimizer) -> bool:
     Adafactor does not: of a matrix it keeps rows and columns. What fails of itself, as Muon does with vectors, says
     nothing of the others.
     """
-    if any(map(is_quantised, each_of(optimizer))):
+    if any(map(is_coded, each_of(optimizer))):
         return False
     found = []
     for each, shape in itertools.product(each_of(optimizer), ((2,), (2, 3))):

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.save import state
 from potluck.sharding.absent import own_state
+from potluck.sharding.optimizer_traits import COUNTERS
 from potluck.sharding.ranges import Ranges
-from potluck.sharding.runs import COUNTERS, FlatRun, Span
+from potluck.sharding.runs import FlatRun, Span
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.stored import Spans, piece_key
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from potluck.devices import random_states, set_random_states
 from potluck.errors import CheckpointError, ConfigError
 from potluck.sharding.absent import own_state
+from potluck.sharding.optimizer_traits import FIRST
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.united_optimizers import each_of
 from potluck.tensor_bytes import from_bytes, to_bytes
@@ -177,7 +178,7 @@ def _coded_again(optimizer: Optimizer, parameter: Tensor, key: str, parts: Coded
     for each in each_of(optimizer):
         make = getattr(each, "_new_buffer", None)
         if make is not None and any(parameter is own for group in each.param_groups for own in group["params"]):
-            coded: Tensor = make(parameter, key == "exp_avg")  # the others have no sign
+            coded: Tensor = make(parameter, key in FIRST)  # the others have no sign
             for name, tensor in parts.items():
                 getattr(coded, name).copy_(tensor)
             return coded

@@ -5,7 +5,6 @@ and its own count of steps, so one that a step has not used is left alone as in 
 Saving, averaging and handing over need nothing else than a rank's runs and the optimizer's state of each.
 """
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,27 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.devices import wide
 from potluck.errors import ConfigError
+from potluck.sharding.optimizer_traits import COUNTERS, is_elementwise
 
-ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-)
-REASONS: dict[type[Optimizer], str] = {
-    torch.optim.LBFGS: "it searches along one direction for all parameters together",
-    torch.optim.SparseAdam: "its gradients are sparse",
-}
-COUNTERS = {"step", "eta", "mu", "mu_product"}
-"""State that an optimizer keeps once per parameter. For a parameter of one number it has the shape of all other
-state."""
 SMALLEST = 1e-37
 """Smallest scale that float32 holds with all of its digits, as it does its inverse."""
 _MARK = "_sharded_by"
@@ -73,24 +53,6 @@ def stays_whole(parameter: nn.Parameter) -> bool:
     """Whether every rank keeps all of it: a frozen one of a class of its own, which codes its numbers in its own way
     and cannot be cut, such as a quantised weight."""
     return not parameter.requires_grad and type(parameter) is not nn.Parameter
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is known to treat each number by itself. A class that is derived from one that does may do anything
-    else, unless it only has a constructor of its own."""
-    kinds = type(optimizer).__mro__
-    if kinds[0].__module__.partition(".")[0] == "schedulefree":
-        return True
-    base = next((index for index, kind in enumerate(kinds) if kind in ELEMENTWISE), None)
-    if base is None:
-        return False
-    known = kinds[base]
-    own = [(name, value) for kind in kinds[:base] for name, value in vars(kind).items() if callable(value)]
-    # torch puts its hooks around a class's step(), also around one that is inherited.
-    return all(
-        name == "__init__" or (hasattr(known, name) and inspect.unwrap(value) is inspect.unwrap(getattr(known, name)))
-        for name, value in own
-    )
 
 
 def sees_nothing(hook: Callable[..., None]) -> Callable[..., None]:

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from potluck.errors import ConfigError
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.one_by_one import why_not_one_by_one
+from potluck.sharding.optimizer_traits import KNOWN, is_elementwise, is_known_to_step_whole, why_nothing_apart
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import ELEMENTWISE, REASONS, FlatRun, Span, has_own_hooks, is_elementwise
+from potluck.sharding.runs import FlatRun, Span, has_own_hooks
 from potluck.sharding.united_optimizers import each_of
 
 
@@ -113,12 +114,12 @@ def check_can_split(optimizer: Optimizer) -> None:
         name = type(each).__name__
         if any(group.get("differentiable") for group in each.param_groups):
             raise ConfigError(f"{name} with differentiable=True cannot be sharded.")
-        why = next((why for kind, why in REASONS.items() if isinstance(each, kind)), None) or _why_not(each)
+        why = why_nothing_apart(each) or _why_not(each)
         if why is not None:
-            known = ", ".join(kind.__name__ for kind in (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon))
             raise ConfigError(
                 f"{name} cannot be sharded over ranges of the flattened parameters, nor parameter by parameter:"
-                f" {why}. Use one of {known}, another that steps each parameter by itself, or NoShard without stages."
+                f" {why}. Use one of {', '.join(KNOWN)}, another that steps each parameter by itself, or NoShard"
+                " without stages."
             )
 
 
@@ -164,15 +165,6 @@ def names_stepped_whole(optimizer: Optimizer, group_names: Sequence[Sequence[str
 def is_stepped_whole(optimizer: Optimizer) -> bool:
     """Whether it treats each parameter by itself, and not each number of it. After check_can_split()."""
     return not is_elementwise(optimizer)
-
-
-def is_known_to_step_whole(optimizer: Optimizer) -> bool:
-    return type(optimizer) in (torch.optim.Adafactor, torch.optim.Muon) or is_quantised(optimizer)
-
-
-def is_quantised(optimizer: Optimizer) -> bool:
-    """Whether what it keeps is coded in blocks: those of bitsandbytes and torchao."""
-    return type(optimizer).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
 
 
 def _hollow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
