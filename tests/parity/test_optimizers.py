@@ -62,6 +62,11 @@ class Lion(torch.optim.Optimizer):
                 mean.lerp_(p.grad, 1 - group["betas"][1])
 
 
+KnownLion = type("Lion", (Lion,), {"__module__": "lion_pytorch.lion_pytorch", "__qualname__": "Lion"})
+"""What has this name in the package that most people have it from does the same; its cautious one, which takes a mean
+over each parameter, has another."""
+
+
 class Lamb(torch.optim.Optimizer):
     """As published: Adam, times the ratio of a parameter's norm to its step's. It counts in Python."""
 
@@ -109,7 +114,7 @@ class OwnDefaults(torch.optim.AdamW):
         super().__init__(params, lr=0.01, weight_decay=0.1)
 
 
-OWN = {"lion": Lion, "lamb": Lamb, "centred": CentredSGD, "defaults": OwnDefaults}
+OWN = {"lion": Lion, "known lion": KnownLion, "lamb": Lamb, "centred": CentredSGD, "defaults": OwnDefaults}
 
 
 def build(kind: str) -> tuple[Net, torch.optim.Optimizer]:
@@ -228,7 +233,7 @@ def test_any_optimizer_under_any_split(kind: str, strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", first_of([ShardGradOp(), FullShard(), FullShard(weights=(3.0, 1.0))]), ids=str)
-@pytest.mark.parametrize("kind", ["lamb", "lion", "centred", "defaults"])
+@pytest.mark.parametrize("kind", ["lamb", "lion", "known lion", "centred", "defaults"])
 def test_optimizers_of_ones_own_step_whole_parameters_and_are_saved(kind: str, strategy: Any, tmp_path: Path) -> None:
     """Begun split, and ended on one rank from its checkpoint."""
     judge = judged(kind)
@@ -263,6 +268,7 @@ def test_which_optimizers_step_numbers_parameters_or_neither() -> None:
         def step(self, closure: Any = None) -> Any:
             closure()
 
+    assert is_elementwise(KnownLion(parameters)) and not is_elementwise(Lion(parameters))
     assert is_elementwise(OwnDefaults(parameters)) and not is_elementwise(CentredSGD(parameters, lr=0.1))
     for kind in (Lion, Lamb, CentredSGD, OwnDefaults):
         optimizer: Any = kind(parameters, lr=0.0) if kind is CentredSGD else kind(parameters)

@@ -48,6 +48,7 @@ TRAITS: dict[type[Optimizer] | str, OptimizerTraits] = {
     torch.optim.Adafactor: OptimizerTraits(steps="parameters"),
     torch.optim.Muon: OptimizerTraits(steps="parameters"),
     "schedulefree": _numbers(second="exp_avg_sq"),
+    "lion_pytorch.lion_pytorch.Lion": _numbers("exp_avg", counters=""),
     "bitsandbytes": OptimizerTraits(steps="parameters", is_coded=True),
     "torchao": OptimizerTraits(steps="parameters", is_coded=True),
     torch.optim.LBFGS: OptimizerTraits(
