@@ -2,8 +2,8 @@
 
     python -m bench trackers [--quick]
 
-One worker, a small model, blocks of steps in turns. The tracker that hangs is a real process that never reads; its
-queue is full from the start, so that each step also leaves the oldest record out. The other is TensorBoard's.
+One worker, a small model, blocks of steps in turns. The tracker that hangs is a real process that never reads. The
+other is TensorBoard's, with the file of events that it follows.
 """
 
 import sys
@@ -19,8 +19,8 @@ from torch import nn
 from bench.report import Comparison, Result
 from bench.turns import take_turns
 from potluck.engine.engine import Engine
-from potluck.events import Listener, StepDone
-from potluck.trackers.reporter import MOST_WAITING, Reporter, Tracking
+from potluck.events import Event, EventFile, Listener
+from potluck.trackers.reporter import Reporter, Tracking
 
 HANGS = "import threading; threading.Event().wait()"
 WIDTH, ROWS = 512, 64
@@ -35,12 +35,15 @@ def measure(quick: bool) -> Result:
     for _ in range(5):
         step()
     hung = Reporter("one that hangs", [sys.executable, "-c", HANGS], lambda sentence: None)
-    assert isinstance(fleet.last_step, StepDone)
-    for _ in range(2 * MOST_WAITING):
-        hung(fleet.last_step)
     with tempfile.TemporaryDirectory() as place:
-        board = Tracking(["tensorboard"], Path(place), lambda sentence: None)
-        sides = {"no tracker": None, "one that hangs": hung, "TensorBoard": board}
+        file = EventFile(Path(place) / "events.jsonl")
+        board = Tracking(["tensorboard"], Path(place), Path(place) / "events.jsonl", lambda sentence: None)
+
+        def write(event: Event) -> None:
+            file(event)
+            board(event)
+
+        sides: dict[str, Listener | None] = {"no tracker": None, "one that hangs": hung, "TensorBoard": write}
         try:
             found = take_turns(
                 "trackers",

@@ -420,6 +420,11 @@ def record_of(event: Event, at: float | None = None) -> dict[str, Any]:
     return {"event": kind_of(event), "time": round(time.time() if at is None else at, 3), "schema": SCHEMA} | told
 
 
+def _as_plain(value: Any) -> Any:
+    """Convert a figure of one's own, such as a number of numpy's or torch's."""
+    return _finite(float(value)) if hasattr(value, "__float__") else str(value)
+
+
 class EventFile:
     """A listener that appends each event to a file as one JSON line, written through at once."""
 
@@ -431,7 +436,7 @@ class EventFile:
         if self._file.closed:  # its owner is done with it: because a disk is full, say, which was told already
             return
         try:
-            self._file.write(json.dumps(record_of(event, at), allow_nan=False) + "\n")
+            self._file.write(json.dumps(record_of(event, at), allow_nan=False, default=_as_plain) + "\n")
             self._file.flush()
         except OSError as error:
             raise ConfigError(

@@ -19,6 +19,7 @@ import pytest
 
 from potluck.events import (
     Event,
+    EventFile,
     RunEnded,
     RunStarted,
     StepDone,
@@ -44,14 +45,17 @@ def needs(library: str) -> None:
         pytest.skip(f"{library} is not installed here; make trackers installs it")
 
 
-def test_a_long_run_may_be_told_afterwards_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_may_be_told_afterwards_however_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All lines are there at once, and the tracker takes each in its time."""
     ended: list[int] = []
     monkeypatch.setattr(process, "FINISH_S", 0.5)
     monkeypatch.setattr(process.os, "_exit", ended.append)
-    monkeypatch.setattr(process.sys, "stdin", io.StringIO("a line\n" * 8))
+    monkeypatch.setattr(process.sys, "stdin", io.StringIO())
+    (tmp_path / "events.jsonl").write_text("a line\n" * 8)
     began = time.monotonic()
-    for number, _ in enumerate(process._lines(), 1):
+    for number, _ in enumerate(process._lines(tmp_path / "events.jsonl", 0), 1):
         wait_until(lambda done=number: time.monotonic() > began + 0.1 * done, 5)  # type: ignore[misc]
         assert not ended
     assert time.monotonic() - began > process.FINISH_S
@@ -99,11 +103,12 @@ def tell(tracker: str, place: Path, events: list[Event]) -> list[str]:
     (place / "run").mkdir(exist_ok=True)
     (place / "run" / "run.toml").write_text('name = "tiny"\n[optimizer]\nlr = 0.1\n')
     kept = {"MLFLOW_TRACKING_URI": (place / "mlruns").as_uri(), "TRACKIO_DIR": str(place / "trackio")}
+    (place / "run" / "events.jsonl").write_text("".join(json.dumps(record_of(event)) + "\n" for event in events))
     done = subprocess.run(
         [sys.executable, "-P", "-m", "potluck.trackers.process", tracker, "run"],
         cwd=place,
         env=os.environ | OFFLINE | kept,
-        input="".join(json.dumps(record_of(event)) + "\n" for event in events),
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
         timeout=100,
@@ -135,15 +140,14 @@ def test_tensorboard_has_every_number_and_drops_what_is_done_again(tmp_path: Pat
 
 def test_a_signal_to_all_processes_of_a_machine_does_not_keep_the_end_from_a_tracker(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "potluck.trackers.process", "tensorboard", "."]
+    file, (*begun, ended) = EventFile(tmp_path / "events.jsonl"), part_of_a_run(0, "interrupted")
     with subprocess.Popen(command, cwd=tmp_path, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
-        *begun, ended = part_of_a_run(0, "interrupted")
         for event in begun:
-            process.stdin.write(json.dumps(record_of(event)) + "\n")
-        process.stdin.flush()
+            file(event)
         assert process.stdout.readline()  # it has begun
         process.send_signal(signal.SIGTERM)
-        process.stdin.write(json.dumps(record_of(ended)) + "\n")
+        file(ended)
         process.stdin.close()
         assert process.wait(60) == 0 and process.stdout.read().splitlines().count(".") == len(begun) + 1
 
@@ -262,13 +266,14 @@ def test_opentelemetry_has_each_number_as_a_gauge(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
 def test_one_without_an_account_or_a_place_says_why(tracker: str, tmp_path: Path) -> None:
     needs(tracker)
+    (tmp_path / "events.jsonl").write_text(json.dumps(record_of(part_of_a_run(0, "finished")[0])) + "\n")
     without = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW"))}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "potluck.trackers.process", tracker, str(tmp_path)],
         cwd=tmp_path,
         env=without
         | {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9", "MLFLOW_TRACKING_URI": "file:mlruns"},
-        input=json.dumps(record_of(part_of_a_run(0, "finished")[0])),
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=100,

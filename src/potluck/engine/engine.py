@@ -22,11 +22,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -57,15 +57,12 @@ from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
 from potluck.engine.weight_average import WeightAverage
 from potluck.errors import ConfigError, Interrupted
-from potluck.events import StepDone, StepSkipped
+from potluck.events import Event, EventFile, StepDone, StepSkipped
 from potluck.link.link import Alone, Link
 from potluck.save.run_folder import make_run_folder
 from potluck.sharding.runs import sees_nothing
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.signals import on_interrupt
-
-if TYPE_CHECKING:
-    from potluck.trackers.reporter import Tracking
 
 Models = TypeVar("Models")
 Optimizers = TypeVar("Optimizers")
@@ -102,7 +99,8 @@ class Engine(Handle):
         self._compiling: Compiling | None = None
         self._gathered_rows: int | None = None
         """How many rows this worker gave to all_gather() in the step under way."""
-        self._tracking: Tracking | None = None
+        self._is_tracked = False
+        self._closing = ExitStack()
         self.before_step = []
 
     @overload
@@ -473,10 +471,26 @@ class Engine(Handle):
         from potluck.trackers.reporter import Tracking
 
         check_names(trackers)
-        if self.lifecycle.keeps_folder and self._tracking is None:
-            make_run_folder(Path(folder))
-            self._tracking = Tracking(trackers, Path(folder), self.run.notice)
-            self.events.listeners.append(self._tracking)
+        if not self.lifecycle.keeps_folder or self._is_tracked:
+            return
+        self._is_tracked = True
+        make_run_folder(Path(folder))
+        place = Path(folder) / "trackers" / "events.jsonl"
+        place.parent.mkdir(exist_ok=True)
+        place.unlink(missing_ok=True)
+        file = EventFile(place)
+        tracking = Tracking(trackers, Path(folder), place, self.run.notice)
+
+        def write(event: Event) -> None:
+            try:
+                file(event)
+            except ConfigError as error:  # a full disk ends the tracking, and not the run
+                raise OSError(str(error)) from None
+
+        self.on(Event, write)
+        self.on(Event, tracking)
+        self._closing.callback(file.close)
+        self._closing.callback(tracking.close)
 
     def barrier(self) -> None:
         """Waits until every worker is here. Under a host, where workers come and go, it does not wait."""
@@ -535,9 +549,7 @@ class Engine(Handle):
             self._compiling.close()
             self._compiling = None
         self.lifecycle.close(error)
-        if self._tracking is not None:
-            self._tracking.close()
-            self._tracking = None
+        self._closing.close()
 
     def __enter__(self) -> "Engine":
         return self

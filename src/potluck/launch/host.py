@@ -127,8 +127,9 @@ class _Host:
             EVENTS, self._event_file, most=MOST_WRITTEN, on_failure=lambda error: self.server.fail(str(error))
         )
         self.events.listeners += [self._on_event, self._file, self.terminal]
-        tracking = Tracking(args.track, self.folder, self._notice)
+        tracking = Tracking(args.track, self.folder, self.folder / EVENTS, self._notice)
         stack.callback(tracking.close)
+        stack.callback(self._file.drain, STILL_S)  # before the trackers hear that this is all
         self.events.listeners.append(tracking)
 
     def run(self, hand_over: Callable[[Invite], object] | None) -> int:

@@ -1,13 +1,12 @@
-"""The process of one tracker: `python -m potluck.trackers.process NAME FOLDER < events.jsonl`. Imports no torch.
+"""The process of one tracker: `python -m potluck.trackers.process NAME FOLDER [EVENTS BYTE]`. Imports no torch.
 
-Reads records of events (docs/events.md), one a line, and feeds the tracker with them. It answers a full stop for each
-that was taken, and sentences for a person. What the library prints goes to FOLDER/trackers/NAME.log. Where it is given
-the events of a run that has ended, it tells a tracker about that run afterwards.
+Follows FOLDER/events.jsonl, or EVENTS from that byte on, and feeds the tracker with it until its own standard input has
+ended. It answers a full stop for each record that was taken, and sentences for a person. What the library prints goes
+to FOLDER/trackers/NAME.log. Where the run has ended, it tells a tracker about that run afterwards.
 """
 
 import contextlib
 import os
-import queue
 import signal
 import sys
 import threading
@@ -26,9 +25,9 @@ TAKEN = "."
 BEGIN = {"run_started", "step_done", "step_skipped", "validated", "run_ended"}
 """Events that start a tracker; a loop of one's own tells no beginning."""
 FINISH_S = 60.0
-"""How long a tracker may take for a record, or to finish, once nobody tells it anything more; then this ends."""
-MOST_AHEAD = 1024
-"""Lines that are read before the tracker has taken those before them; more than a run that is under way sends ahead."""
+"""How long a tracker may take for a record, or to finish, once the run has ended; then this ends."""
+LOOK_EVERY_S = 0.2
+PIECE_BYTES = 1 << 20
 
 
 class _Feeding:
@@ -85,27 +84,39 @@ def _recipe_of(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _lines() -> Iterator[str]:
-    """Yield lines from a thread, so that a tracker which hangs does not keep us from hearing that the run is gone."""
-    lines: queue.Queue[str | None] = queue.Queue(MOST_AHEAD)
-    moved_at = time.monotonic()
+def _lines(events: Path, start: int) -> Iterator[str]:
+    """Whole lines of the file, from this byte on, as they are written; until our input has ended and all is read."""
+    is_over, moved_at, rest = threading.Event(), time.monotonic(), b""
 
-    def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        lines.put(None)
+    def wait_for_end() -> None:
+        """In a thread, so that a tracker which hangs does not keep us from hearing that the run is gone."""
+        for _ in sys.stdin:
+            pass
+        is_over.set()
         while (left_s := moved_at + FINISH_S - time.monotonic()) > 0:
             time.sleep(left_s)
         os._exit(1)
 
-    threading.Thread(target=read, daemon=True).start()
-    while (line := lines.get()) is not None:
-        moved_at = time.monotonic()
-        yield line
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    with events.open("rb") as file:
+        file.seek(start)
+        while True:
+            was_over = is_over.is_set()  # asked first: what is written before the end is read after it
+            if data := file.read(PIECE_BYTES):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    moved_at = time.monotonic()
+                    yield line.decode(errors="replace")
+            elif was_over:
+                break
+            else:
+                is_over.wait(LOOK_EVERY_S)
     moved_at = time.monotonic()
+    if rest:
+        yield rest.decode(errors="replace")
 
 
-def main(name: str, folder: Path) -> int:
+def main(name: str, folder: Path, events: Path, start: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # the run ends first, and then says so
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -116,7 +127,7 @@ def main(name: str, folder: Path) -> int:
     try:
         check_trackers([name])
         feeding = _Feeding(name, folder, out)
-        for record in read_records(_lines(), "What this tracker is told"):
+        for record in read_records(_lines(events, start), str(events)):
             feeding.take(record)
             feeding.say(TAKEN)
         feeding.finish()
@@ -128,4 +139,6 @@ def main(name: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    place = Path(sys.argv[2])
+    events, start = sys.argv[3:] or (place / "events.jsonl", 0)
+    sys.exit(main(sys.argv[1], place, Path(events), int(start)))

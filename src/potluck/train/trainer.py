@@ -428,7 +428,7 @@ class Trainer:
         stack.callback(file.close)
         point_page_to(self.folder)
         wanted = (*self.config.track, *(["tensorboard"] if self.config.tensorboard else []))
-        tracking = Tracking(wanted, self.folder, self.engine.notice)
+        tracking = Tracking(wanted, self.folder, self.folder / "events.jsonl", self.engine.notice)
         stack.callback(tracking.close)
         return [file, tracking]
 
