@@ -32,7 +32,7 @@ from potluck.words import say as say_here
 from potluck.words import size as in_words
 
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
-"""Of what is sent and taken: weights, settings, and what a tokenizer reads."""
+"""Suffixes of the files that are sent and taken: weights, settings, and what a tokenizer reads."""
 PIECE_BYTES = 512 << 10
 AHEAD = 4
 """Pieces that are asked for before the first has come: less than what a host queues for somebody in its lobby."""
@@ -53,7 +53,7 @@ class BaseFile(NamedTuple):
 
 
 class BaseFolder:
-    """What a host serves of a folder."""
+    """Serves the files of a base model in a folder."""
 
     def __init__(self, folder: Path) -> None:
         try:

@@ -25,7 +25,7 @@ class Connection:
     pipe: Pipe
     codec: str = "bincode"
     receipts: Receipts | None = None
-    """Of a process of this machine, with which memory is shared."""
+    """Receipts of a process of this machine, with which memory is shared."""
 
     def frames(self, limit_bytes: Callable[[], int]) -> Iterator[tuple[memoryview, int]]:
         """The first bytes of each payload, and its length, until the other end closes. The caller reads the rest."""
@@ -79,7 +79,7 @@ class PayloadLayout:
     tails: list[np.ndarray] = field(default_factory=list)
     """For each part, the sizes of its parameters."""
     codings: list[Coding | None] = field(default_factory=list)
-    """In which form each part travels; none: as floats."""
+    """Form in which each part travels; none: as floats."""
     limit_bytes: int = CONTROL_BYTES
     plain_limit_bytes: int = CONTROL_BYTES
 
@@ -96,7 +96,7 @@ class PayloadLayout:
         )
 
     def check_coded(self, bulk: Bulk) -> tuple[int, Coding]:
-        """Which part a coded payload is of. Before anything of it is read."""
+        """Return the part that a coded payload is of, and its coding. Called before anything of it is read."""
         part, number = bulk.fields["part"], bulk.fields["coding"]
         coding = self.codings[part] if part < len(self.codings) else None
         if coding is None:
@@ -110,7 +110,7 @@ class PayloadLayout:
 
 
 def part_of(bulk: Bulk) -> tuple[str, int]:
-    """As Part.key names it; none of a run's has the name of a whole gradient."""
+    """Name the part as Part.key does; no part of a run has the name of a whole gradient."""
     for name, number in (("block", "block_idx"), ("component", "component")):
         if number in bulk.fields:
             return name, bulk.fields[number]

@@ -1,4 +1,4 @@
-"""What the coordinator's machines share of a run: where it stands, who is in, and how a connection is closed. Pure.
+"""The state that the coordinator's machines share: where the run stands, who is in, how a connection is closed. Pure.
 
 Each machine has its own state beside this, and sees the others only through the calls that its constructor names.
 A machine parts with a peer by close(), refuse() or shut(): through them the coordinator tells every other machine.
@@ -19,7 +19,7 @@ from potluck.wire.messages import LET_GO, Refusal, Shutdown
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """What a coordinator knows of the one that led this run before it."""
+    """Knowledge that a coordinator takes over from the one that led this run before it."""
 
     standing: Position | None = None
     previous: Position | None = None

@@ -1,4 +1,4 @@
-"""What a run trains: the parts in which its gradient travels, and the numbers that every worker must share. Pure.
+"""Describes what a run trains: the parts in which its gradient travels, and numbers that all workers share. Pure.
 
 The first worker that is ready describes the run; every other must describe the same.
 """
@@ -26,7 +26,7 @@ OTHER_MOMENTS = 3 << 24
 BAD_BUFFERS = "comes with a change of the model's buffers that is not finite"
 """Why a payload of buffers is refused: a gradient is not to blame for it, and may be fine."""
 MAX_FLOATS = (1 << 30) - 1024
-"""Of one part: with its head it must fit one frame, whose length is a u32."""
+"""The most floats of one part: with its head it must fit one frame, whose length is a u32."""
 MAX_PARTS = 100_000
 MAX_TOTAL = 1 << 40
 """Numbers of all parts. A coordinator takes no more than it has memory for."""
@@ -52,9 +52,10 @@ _SETTINGS = {
     Auto.kind: _OF_ALL,
 }
 _REMOVED = {"overlap": OVERLAP, "outer": OUTER}
-"""What a policy of an older version may still tell: why a run under it cannot continue."""
+"""Settings that a policy of an older version may still tell, each with why a run under it cannot continue."""
 _SWITCHES: dict[str, Any] = {"together": 0.0, "moments": False}
-"""Of the same policies, told only where they are not this: what an older version tells and expects has none of them."""
+"""Settings of the same policies that are told only where they are not this: an older version neither tells nor expects
+them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +103,25 @@ class Description:
     slices: int
     seed: int
     unit: float
-    """What each gradient is multiplied by before it travels, beside its number of samples: a power of two."""
+    """Power of two by which each gradient is multiplied before it travels, beside its number of samples."""
     samples_per_row: float
     """How many samples a row counts as, for peers that cannot say."""
     policy: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of a policy under which workers step by themselves: all that windows are planned by."""
+    """Settings of a policy under which workers step by themselves: all that windows are planned by."""
     data: Fingerprint = field(default_factory=dict)
-    """Of what is in the rows. Empty where they cannot be compared: none is the same twice."""
+    """Fingerprint of what is in the rows. Empty where they cannot be compared: none is the same twice."""
     training: dict[str, Any] = field(default_factory=dict)
-    """What every worker's step does alike beside all this: the optimizer and its settings, clipping, the schedule."""
+    """Settings that every worker's step has alike beside all this: the optimizer and its own, clipping, the
+    schedule."""
     rows_limit: int = 0
     """The run is over after N rows of all its epochs; 0: when the workers say so. It may differ between workers."""
     state_bytes: int = 0
-    """What the model's weights and buffers take, those included that are not trained; 0: not told."""
+    """Bytes of the model's weights and buffers, those included that are not trained; 0: not told."""
     wire: str = "fp32"
-    """In which form parts travel, each as coding_in() has it."""
+    """Form in which parts travel, each as coding_in() has it."""
     places: str = ""
-    """What an epoch's places are, if each is not one sample of the data: in words, for its proof."""
+    """Words for an epoch's places in its proof, if each is not one sample of the data."""
     in_pairs: bool = False
     """No slice has a single row, wherever that can be had: the model has BatchNorm, which can take no mean of one."""
     turns: int = 1
@@ -127,7 +129,7 @@ class Description:
     base: str = ""
     """A hash of what is frozen from the start, which each worker has from elsewhere and nobody sends; empty: none."""
     told: dict[str, Any]
-    """What a person is shown: name, parameters, unit of samples, steps. It may differ between workers."""
+    """Details that a person is shown: name, parameters, unit of samples, steps. They may differ between workers."""
 
     @property
     def windowed(self) -> Windowed | None:
@@ -155,7 +157,7 @@ class Description:
 
     @property
     def moments(self) -> frozenset[int]:
-        """Which parts travel with windows alone, and not in a step that all take together."""
+        """Indices of parts that travel with windows alone, and not in a step that all take together."""
         return frozenset(index for index, part in enumerate(self.parts) if part.is_moments)
 
     @property
@@ -167,12 +169,12 @@ class Description:
         return sum(part.block is not None for part in self.parts)
 
     def too_large_for_entrenar(self) -> str | None:
-        """Which averages entrenar's own client refuses, as a sentence; none: it takes them all."""
+        """Say which averages entrenar's own client refuses, as a sentence; None: it takes them all."""
         parts = [part for part in self.parts if part.component != BUFFERS]
         whole = 4 * sum(part.floats for part in parts) + 21  # its encoding: a tag, the step, a count, the loss
         if self.windowed is not None or whole <= ENTRENAR_BYTES:
             return None
-        told = (
+        begin = (
             f"The average of this model's whole gradient is a message of {whole:,} bytes, and entrenar's own client"
             f" refuses messages above {ENTRENAR_BYTES:,}."
         )
@@ -180,10 +182,10 @@ class Description:
         largest = max(parts, key=lambda part: 4 * part.floats + heads[part.key])
         size = 4 * largest.floats + heads[largest.key]
         if size <= ENTRENAR_BYTES:
-            return f"{told} It can take part if it sends block gradients, not whole ones."
+            return f"{begin} It can take part if it sends block gradients, not whole ones."
         name, number = largest.key
         return (
-            f"{told} That of {name} {number} alone is {size:,}, so that it cannot take part at all. Start workers with"
+            f"{begin} That of {name} {number} alone is {size:,}, so that it cannot take part at all. Start workers with"
             " potluck join instead."
         )
 
@@ -193,11 +195,11 @@ class Description:
 
     @property
     def codings(self) -> list[Coding | None]:
-        """Of each part."""
+        """List the coding of each part."""
         return [part.coding_in(self.coding) for part in self.parts]
 
     def to_json(self) -> str:
-        """What an older version does not know is told only where it matters."""
+        """Convert to JSON. A field that an older version does not know is told only where it matters."""
         return json.dumps({name: value for name, value in asdict(self).items() if (name, value) not in _UNTOLD})
 
     @classmethod
@@ -290,12 +292,12 @@ def coding_of_block(block: int, run: Coding) -> Coding:
 
 
 def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
-    """What a description tells of a policy."""
-    found = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
-    switched = {name: getattr(policy, name) for name in _SWITCHES if found}
+    """Return the settings of a policy that a description tells."""
+    settings = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    switched = {name: getattr(policy, name) for name in _SWITCHES if settings}
     if "moments" in switched:
         switched["moments"] = policy.averages_moments  # type: ignore[union-attr]
-    return found | {name: value for name, value in switched.items() if value != _SWITCHES[name]}
+    return settings | {name: value for name, value in switched.items() if value != _SWITCHES[name]}
 
 
 def _made(policy: str, settings: dict[str, Any]) -> Windowed:

@@ -1,4 +1,4 @@
-"""What workers reported of their weights after each step, and which report is right. Pure.
+"""Keeps what workers reported of their weights after each step, and which report is right. Pure.
 
 It only keeps account; weights.py decides what follows.
 """
@@ -14,7 +14,7 @@ from potluck.wire.messages import Ready
 
 
 class ReportedDigest(NamedTuple):
-    """What a worker reported of its weights after a step."""
+    """A worker's report of its weights after a step."""
 
     kind: str
     digest: str
@@ -47,7 +47,7 @@ class Digests:
         self.agreed.pop(step, None)
 
     def forget_old(self) -> None:
-        """Of steps so old that nobody is compared by them; a worker that replays them tells them one by one."""
+        """Forget steps so old that nobody is compared by them; a worker that replays them tells them one by one."""
         for old in [step for step in self.told if step < self._run.standing.version - 2]:
             self.forget(old)
 
@@ -117,16 +117,16 @@ class Digests:
         plain = [names[m.worker_id] for m in ready if m.plain]
         groups = [[names[m.worker_id] for m in group] for group in kinds.values() if len(group) > 1]
         single = [group[0] for group in kinds.values() if len(group) == 1]
-        told = [f"the {len(group)} workers of one kind ({_list(group)}) hold the same weights" for group in groups]
+        sentences = [f"the {len(group)} workers of one kind ({_list(group)}) hold the same weights" for group in groups]
         if len(groups) == 1 and not single and not plain:
-            told = ["all workers hold the same weights"]
+            sentences = ["all workers hold the same weights"]
         if self.drifted:
-            told = ["WORKERS' WEIGHTS HAD DRIFTED APART"]
+            sentences = ["WORKERS' WEIGHTS HAD DRIFTED APART"]
         if len(ready) == 1:
-            return told, ()
-        told += [f"{names[m.worker_id]} is alone of its kind ({m.kind}) and was not compared" for m in single]
-        told += [f"{name} is a plain peer and was not compared" for name in plain]
-        return told, tuple(sorted([*plain, *(names[m.worker_id] for m in single)]))
+            return sentences, ()
+        sentences += [f"{names[m.worker_id]} is alone of its kind ({m.kind}) and was not compared" for m in single]
+        sentences += [f"{name} is a plain peer and was not compared" for name in plain]
+        return sentences, tuple(sorted([*plain, *(names[m.worker_id] for m in single)]))
 
 
 def _list(names: list[str]) -> str:

@@ -1,4 +1,5 @@
-"""What the coordinator decides, as things to do: the server does them, in their order; a test looks at them. Pure."""
+"""Effects: the coordinator's decisions, as things that the server does in their order, and that a test looks at.
+Pure."""
 
 from dataclasses import dataclass
 from typing import Any, dataclass_transform
@@ -18,7 +19,7 @@ class StepRecord:
     row: int
     rows: int
     rows_seen: int
-    """Of all epochs, this step included."""
+    """Rows of all epochs, this step included."""
     samples: float
     loss: float
     workers: tuple[dict[str, Any], ...]

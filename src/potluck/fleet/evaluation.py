@@ -19,7 +19,7 @@ from potluck.wire.words import clean
 MOST_ROWS, MOST_RANGES = 1 << 48, 1 << 20
 """Each range that is done is kept as two numbers until all are: their sum must not depend on their order."""
 MOST_FIGURES, MOST_SUMS = 64, 1 << 22
-"""Of one evaluation, and of all its ranges: those are kept too."""
+"""The most figures of one evaluation, and the most sums of all its ranges, which are kept too."""
 LOSS = '["loss"]'
 """The names of figures where there is only the loss."""
 MOST_AT_ONE_STEP = 64
@@ -32,7 +32,7 @@ SLOW = 4
 
 @dataclass
 class Told:
-    """What ranges came to, as some workers told it under the same names."""
+    """Results of ranges, as some workers told them under the same names."""
 
     workers: set[int] = field(default_factory=set)
     """Their ids."""
@@ -41,7 +41,7 @@ class Told:
     loss_sums: "array[float]" = field(default_factory=lambda: array("d"))
     samples: "array[float]" = field(default_factory=lambda: array("d"))
     sums: "list[array[float]]" = field(default_factory=list)
-    """Of each figure but the loss."""
+    """Sums of each figure but the loss."""
 
 
 @dataclass
@@ -83,14 +83,14 @@ class Evaluation:
 
     def add(self, ask: EvaluateNext, worker_id: int, seconds: float) -> None:
         """A range that was given to one worker, and to nobody else, is done."""
-        told = self.told.setdefault(ask.names, Told(sums=[array("d") for _ in ask.sums]))
-        told.workers.add(worker_id)
+        results = self.told.setdefault(ask.names, Told(sums=[array("d") for _ in ask.sums]))
+        results.workers.add(worker_id)
         self.rows_done += ask.end - ask.start
-        told.starts.append(ask.start)
-        told.loss_sums.append(ask.loss_sum)
-        for kept, value in zip(told.sums, ask.sums, strict=True):
+        results.starts.append(ask.start)
+        results.loss_sums.append(ask.loss_sum)
+        for kept, value in zip(results.sums, ask.sums, strict=True):
             kept.append(float(value))
-        told.samples.append(ask.samples)
+        results.samples.append(ask.samples)
         self.longest_s = max(self.longest_s, seconds)
 
     @property
@@ -98,8 +98,8 @@ class Evaluation:
         return self.rows_done >= self.rows
 
     def agree_on_names(self, present: Collection[int]) -> set[int]:
-        """Of several names those stay that most workers told, of those who are there, or the one that was in first. The
-        ids of all others: what they looked at is left for somebody else."""
+        """Keep the names that most workers told, of those who are there, or those of the worker that was in first.
+        Returns the ids of all others: what they looked at is left for somebody else."""
         there = {names: told.workers & {*present} for names, told in self.told.items()}
         right = max(there, key=lambda names: (len(there[names]), -min(there[names], default=0)))
         others = {names: told for names, told in self.told.items() if names != right}
@@ -150,8 +150,8 @@ class Evaluations:
         return effects if not evaluation.is_done else effects + self._end(look, evaluation)
 
     def _leave_out(self, look: Look, evaluation: Evaluation) -> list[Effect]:
-        """Of workers that tell of other figures than most, nothing counts. They take part in all else: one of them must
-        not end the others, nor they it."""
+        """Leave out the results of workers that tell of other figures than most. They take part in all else: one of
+        them must not end the others, nor they it."""
         members = self.run.membership.members
         odd = evaluation.agree_on_names({member.worker_id for member in members.values()})
         names = next(iter(evaluation.told))
@@ -189,12 +189,12 @@ class Evaluations:
         return [Emit(validated), *(Send(peer, done) for peer in evaluation.waiting)]
 
     def _give_next(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:
-        found = evaluation.take()
-        if found is None:
+        range_given = evaluation.take()
+        if range_given is None:
             evaluation.waiting.append(member.peer)
             return []
-        member.evaluating, member.evaluating_since = (look, *found), self.run.clock
-        return [Send(member.peer, EvaluateRange(look[0], *found))]
+        member.evaluating, member.evaluating_since = (look, *range_given), self.run.clock
+        return [Send(member.peer, EvaluateRange(look[0], *range_given))]
 
     def give_back(self, member: WorkerRecord) -> list[Effect]:
         """It looks at nothing any more: others do its range, and what nobody looks at is forgotten."""
@@ -233,13 +233,13 @@ class Evaluations:
 
 
 def names_in(text: str) -> list[str]:
-    """Of figures, as a worker tells them; none where they are no names."""
+    """Read the names of figures, as a worker tells them; empty where they are no names."""
     try:
-        found = json.loads(text)
+        names = json.loads(text)
     except ValueError:
         return []
-    is_right = isinstance(found, list) and all(isinstance(name, str) for name in found)
-    return found if is_right and len({*found}) == len(found) else []
+    is_right = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return names if is_right and len({*names}) == len(names) else []
 
 
 def tell_names(text: str) -> str:

@@ -117,7 +117,7 @@ class _Outgoing:
 
 
 class Parcels:
-    """What leaves over one connection, chunk by chunk, as the other end takes them."""
+    """Parcels that leave over one connection, chunk by chunk, as the other end takes them."""
 
     def __init__(self) -> None:
         self._all: list[_Outgoing] = []
@@ -135,7 +135,8 @@ class Parcels:
                 break
 
     def next(self) -> Message | None:
-        """Of parcels with one number, one after the other: else credit for one would be taken for another's."""
+        """Return the next chunk, of parcels with one number one after the other: else credit for one would be taken for
+        another's."""
         waiting: set[int] = set()
         for parcel in list(self._all):
             if parcel.transfer in waiting:

@@ -16,7 +16,7 @@ from potluck.fleet.membership import Call, WorkerPhase, WorkerRecord
 from potluck.wire.messages import Gather, Gathered
 
 MOST_BYTES, MOST_TOTAL_BYTES = 8 << 20, 48 << 20
-"""Of one worker's value, and of all that are kept at once: they travel in one message."""
+"""The most bytes of one worker's value, and of all that are kept at once: they travel in one message."""
 MOST_DONE = 4
 """Results that are kept for those who ask late."""
 LONG = 4
@@ -58,15 +58,16 @@ class Gatherings:
             return [*effects, Send(member.peer, done)]
         if member.phase is WorkerPhase.CATCHING_UP:  # the others do not wait for it
             return [*effects, Send(member.peer, _answer(call, {}))]
-        found = self.open.setdefault(call, Gathering())
-        first_id = self._first_id_of(member, ask.first_id, found)
-        if member.peer not in found.first_ids and first_id not in found.first_ids.values():  # else it is given anew
-            found.last_at = found.told_at = self.run.clock
-        found.given[member.peer], found.first_ids[member.peer] = bytes(ask.data), first_id
+        gathering = self.open.setdefault(call, Gathering())
+        first_id = self._first_id_of(member, ask.first_id, gathering)
+        is_known = member.peer in gathering.first_ids or first_id in gathering.first_ids.values()
+        if not is_known:  # else it is given again
+            gathering.last_at = gathering.told_at = self.run.clock
+        gathering.given[member.peer], gathering.first_ids[member.peer] = bytes(ask.data), first_id
         member.gathering = call
         if sum(len(data) for each in self.open.values() for data in each.given.values()) > MOST_TOTAL_BYTES:
             fault = f"All workers together gave more than {MOST_TOTAL_BYTES:,} bytes."
-            return [*effects, *self._end(call, found, fault)]
+            return [*effects, *self._end(call, gathering, fault)]
         return [*effects, *self.settle()]
 
     def _first_id_of(self, member: WorkerRecord, claimed: int, found: Gathering) -> int:
@@ -76,7 +77,7 @@ class Gatherings:
         return claimed if all(_may_be_one(member, other) for other in same) else member.worker_id
 
     def missing(self, call: Call) -> list[WorkerRecord]:
-        """Those who take part in the step, and have neither given a value nor moved on."""
+        """List the workers that take part in the step, and have neither given a value nor moved on."""
         return [m for m in self.run.membership.holders if self._is_awaited(m, call)]
 
     def _is_awaited(self, member: WorkerRecord, call: Call) -> bool:
@@ -145,15 +146,15 @@ class Gatherings:
             found.told_at += seconds
 
     def on_tick(self) -> list[Effect]:
-        """Those who are waited for are named; after a while the others continue without them."""
+        """Name the workers that are waited for; after a while the others continue without them."""
         run, effects = self.run, self.settle()
-        for call, found in list(self.open.items()):
+        for call, gathering in list(self.open.items()):
             if any(self._looks_at(call[0], member) for member in self.missing(call)):
-                found.last_at = found.told_at = run.clock
-            seconds, is_over = run.clock - found.last_at, run.clock - found.last_at > LONG * run.patience_s
-            if not is_over and run.clock - found.told_at <= run.patience_s:
+                gathering.last_at = gathering.told_at = run.clock
+            seconds, is_over = run.clock - gathering.last_at, run.clock - gathering.last_at > LONG * run.patience_s
+            if not is_over and run.clock - gathering.told_at <= run.patience_s:
                 continue
-            found.told_at = run.clock
+            gathering.told_at = run.clock
             then = "the others continue without its value"
             if not is_over:
                 then += f" after {LONG * run.patience_s:g} s"
@@ -163,7 +164,7 @@ class Gatherings:
                 for m in self.missing(call)
             ]
             if is_over:
-                effects += self._end(call, found)
+                effects += self._end(call, gathering)
         return effects
 
 

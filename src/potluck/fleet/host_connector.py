@@ -62,7 +62,7 @@ class HostConnector:
 
     def connect(self, patience_s: float, *, again: bool) -> tuple[Pipe, Welcome]:
         """Waits that grow, and differ from worker to worker. `again`: this worker has been in."""
-        started, told, closes, was_closed = time.monotonic(), "", 0, False
+        started, shown, closes, was_closed = time.monotonic(), "", 0, False
         if self.invite.is_open and not again:
             self.say(
                 f"INSECURE: the way to {self.invite.host} is not encrypted. Anybody on it can read and change what is"
@@ -80,14 +80,14 @@ class HostConnector:
                 if waited > GIVE_UP * patience_s:
                     raise WorkerLost(f"The host has not been back for {waited:.0f} s: {error}.") from None
                 is_held_off = isinstance(error, HeldOff)
-                if (is_held_off or waited > 1.0) and (trouble := self._trouble(error)) != told:
+                if (is_held_off or waited > 1.0) and (trouble := self._trouble(error)) != shown:
                     self.say(trouble)
-                    told = trouble
+                    shown = trouble
                 time.sleep(self._backoff_s * self._draw.uniform(0.5, 1.0))
                 self._backoff_s = min(LONGEST_HELD_OFF_S if is_held_off else LONGEST_WAIT_S, self._backoff_s * 2)
 
     def _check_invite(self, error: OSError, closes: int, waited: float, *, was_closed: bool) -> None:
-        """Of a worker that has never been in: what is wrong may be what it was given. `was_closed`: somebody was there
+        """Refuse an invite that seems wrong, for a worker that has never been in. `was_closed`: somebody was there
         before, and closed the connection after this worker's first words."""
         if closes >= SILENT_CLOSES and self.invite.secret:
             raise ConfigError(

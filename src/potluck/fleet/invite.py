@@ -123,7 +123,7 @@ def read_invite(argument: str | None) -> Invite:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a host keeps to be recognised: the secret that it expects, and the certificate that it shows."""
+    """Keeps what a host is recognised by: the secret that it expects, and the certificate that it shows."""
 
     folder: Path
     secret: str = field(repr=False)

@@ -85,15 +85,15 @@ class Journal:
             raise self._refusal(error) from None
 
     def _refusal(self, error: Exception) -> ConfigError:
-        told = str(error)
+        text = str(error)
         if isinstance(error, sqlite3.OperationalError):
-            if "locked" in told:
+            if "locked" in text:
                 return ConfigError(
                     f"Another host is using {self.path} right now. Join that one, or name another folder with --out."
                 )
-            if not self.path.is_file() or "disk is full" in told or not os.access(self.path, os.W_OK):
-                return ConfigError(f"Cannot open the journal {self.path}: {told}.")
-        reason = told.removesuffix(".") or type(error).__name__
+            if not self.path.is_file() or "disk is full" in text or not os.access(self.path, os.W_OK):
+                return ConfigError(f"Cannot open the journal {self.path}: {text}.")
+        reason = text.removesuffix(".") or type(error).__name__
         return JournalError(
             f"{self.path} is damaged ({reason}). Remove it to continue from the newest checkpoint with --resume."
         )
@@ -120,7 +120,8 @@ class Journal:
             self._base.execute("VACUUM")
 
     def _seal_all(self) -> None:
-        """Of a new journal, or of one from before there were checksums: it is believed as it is, this once."""
+        """Checksum all of a new journal, or of one from before there were checksums: it is believed as it is, this
+        once."""
         with self._base:
             self._base.execute("BEGIN IMMEDIATE")
             facts = self._base.execute("SELECT name, value FROM facts").fetchall()
@@ -284,7 +285,7 @@ class Journal:
 
     def agreed(self, since: int = 0) -> dict[int, dict[str, str]]:
         """step -> kind -> the right weights' digest. One that is damaged is left out: it would condemn the innocent."""
-        found: dict[int, dict[str, str]] = {}
+        digests: dict[int, dict[str, str]] = {}
         # As bytes: a flip may leave what is no text, which SQLite would refuse to read.
         rows = self._base.execute(
             "SELECT step, CAST(kind AS BLOB), CAST(digest AS BLOB), checksum FROM digests WHERE step >= ?", (since,)
@@ -292,8 +293,8 @@ class Journal:
         for step, *texts, checksum in rows:
             kind, digest = ((text or b"").decode(errors="replace") for text in texts)
             if checksum == _checksum(step, kind, digest):
-                found.setdefault(step, {})[kind] = digest
-        return found
+                digests.setdefault(step, {})[kind] = digest
+        return digests
 
     def rewind(self, step: int) -> None:
         """Removes every later step: the run has gone back to this one."""
@@ -362,16 +363,16 @@ class Journal:
         snapshot = self.snapshot
         if step and step == snapshot.step:
             return snapshot.position
-        found = self._base.execute(
+        row_of_step = self._base.execute(
             "SELECT epoch, first_row + rows, rows_seen FROM steps WHERE step = ?", (step,)
         ).fetchone()
-        if found is None:
+        if row_of_step is None:
             return None
         before = "SELECT max(step) FROM steps WHERE step <= ? AND rows > 0"
         (counted,) = self._base.execute(before, (step,)).fetchone()
         since = "SELECT count(*) FROM steps WHERE step <= ? AND step > ?"
         (turns,) = self._base.execute(since, (step, counted or 0)).fetchone()
-        epoch, row, rows_seen = found
+        epoch, row, rows_seen = row_of_step
         turn = turns if counted is not None else turns + snapshot.turn
         return Position(version=step, epoch=epoch, row=row, rows_seen=rows_seen, turn=turn)
 
@@ -390,7 +391,7 @@ class Journal:
 
     def ranges(self, epoch: int, *, until: int | None = None) -> list[Range]:
         """The ranges of an epoch that were trained."""
-        found = self._base.execute(
+        rows = self._base.execute(
             "SELECT ranges.first_row, ranges.end_row FROM ranges JOIN steps USING (step)"
             " WHERE epoch = ? AND step <= ? ORDER BY ranges.first_row",
             (epoch, until if until is not None else 1 << 62),
@@ -398,7 +399,7 @@ class Journal:
         before, described = self.snapshot, self.description
         is_after = described is not None and (until is None or until >= before.step)
         added_up = before.trained(epoch, described.rows) if described is not None and is_after else []
-        return sorted([*added_up, *((start, end) for start, end in found)])
+        return sorted([*added_up, *((start, end) for start, end in rows)])
 
     def steps(self) -> list[int]:
         added_up = [step for start, end in self.snapshot.steps for step in range(start, end)]
@@ -422,7 +423,8 @@ def set_aside(path: Path) -> Path:
 
 
 def _row_checksum(row: dict[str, Any], ranges: Any = ()) -> str:
-    """Of all columns that have a value: one that is added later changes nothing for the rows before it."""
+    """Compute a row's checksum over all columns that have a value: one that is added later changes nothing for the rows
+    before it."""
     told = sorted((name, value) for name, value in row.items() if value is not None and name != "checksum")
     return hashlib.sha256(repr((told, sorted(map(tuple, ranges)))).encode()).hexdigest()[:32]
 

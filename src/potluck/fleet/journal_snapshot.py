@@ -42,11 +42,11 @@ class JournalSnapshot:
     def from_json(cls, text: str | None) -> "JournalSnapshot":
         if text is None:
             return cls()
-        found = json.loads(text)
+        fields = json.loads(text)
         for name in ("steps", "whole"):
-            found[name] = _pairs(found[name])
-        found["ranges"] = {int(epoch): _pairs(ranges) for epoch, ranges in found["ranges"].items()}
-        return cls(**found)
+            fields[name] = _pairs(fields[name])
+        fields["ranges"] = {int(epoch): _pairs(ranges) for epoch, ranges in fields["ranges"].items()}
+        return cls(**fields)
 
     def add(self, epoch: int, ranges: Iterable[Range], rows: int) -> None:
         """Adds what later steps have trained of an epoch, which has so many rows."""
@@ -65,14 +65,14 @@ class JournalSnapshot:
 
     def back_to(self, kept: Position) -> "JournalSnapshot":
         """The snapshot of a checkpoint that is older than this one."""
-        found = JournalSnapshot(
+        snapshot = JournalSnapshot(
             steps=_until(self.steps, kept.version + 1),
             whole=_until(self.whole, kept.epoch),
             ranges={epoch: ranges for epoch, ranges in self.ranges.items() if epoch < kept.epoch}
             | ({kept.epoch: list(kept.ranges)} if kept.ranges else {}),
         )
-        found.stand_at(kept)
-        return found
+        snapshot.stand_at(kept)
+        return snapshot
 
 
 def _pairs(found: list[list[int]]) -> list[Range]:

@@ -1,4 +1,4 @@
-"""Which ranges of an epoch were trained; proves that each sample was used exactly once. Pure.
+"""Adds up the ranges of an epoch that were trained, and proves that each sample was used exactly once. Pure.
 
 A range is a half-open interval of positions in the epoch's shuffled order.
 """
@@ -13,7 +13,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What the ranges of all workers add up to."""
+    """Sums up the ranges of all workers."""
 
     total: int
     used: int
@@ -23,7 +23,7 @@ class Proof:
     outside: int
     """Positions that the epoch does not have."""
     counted: str = ""
-    """What a position is, if it is not one sample: several, in words."""
+    """Words for a position, if it is not one sample: several."""
 
     @property
     def holds(self) -> bool:

@@ -53,7 +53,8 @@ class _Step:
 
 
 class PayloadMean:
-    """Of one step at a time. `on_part`, `on_done` and `on_bad` are called from whichever thread brought it about."""
+    """Adds up the payloads of one step at a time. `on_part`, `on_done` and `on_bad` are called from whichever thread
+    brought it about."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class PayloadMean:
             self._change.notify_all()
 
     def set_scale(self, step: int, scale: float) -> None:
-        """What turns the sum into the mean. Told before the last of the payloads begins."""
+        """Set the factor that turns the sum into the mean. Told before the last of the payloads begins."""
         with self._change:
             if self._now is not None and self._now.step == step:
                 self._now.scale = scale

@@ -213,18 +213,18 @@ class Member:
 
     def _ask_again(self) -> list[MemberEffect]:
         """An evaluation or a gathering that was under way begins anew, or is of weights that are no more."""
-        asked: list[MemberEffect] = []
+        again: list[MemberEffect] = []
         if (look := self.evaluation) is not None and look.is_under_way:
             if look.step == self.version:
-                asked.append(look.ask())
+                again.append(look.ask())
             else:
                 look.end()
         if (values := self.gathering) is not None and values.found is None:
             if values.step == self.version != self._loaded_at:
-                asked.append(values.ask())
+                again.append(values.ask())
             else:
                 values.end()
-        return asked
+        return again
 
     def _on_drift(self) -> list[MemberEffect]:
         """Weights that have drifted are sent anew; where they do so again and again, that mends nothing."""
@@ -325,7 +325,8 @@ class Member:
     # Steps
 
     def take(self) -> list[MemberEffect]:
-        """What the loop waits for, if it is here: a step to apply, or slices to compute. Requests are served first."""
+        """Return what the loop waits for, if it is here: a step to apply, or slices to compute. Requests are served
+        first."""
         effects = self._serve()
         while self._later:
             message = self._later.popleft()
@@ -339,7 +340,7 @@ class Member:
         return effects
 
     def begin(self) -> Work | None:
-        """What there is to compute is being computed."""
+        """Begin to compute the work that there is."""
         work, self.work = self.work, None
         if work is not None:
             self.is_replaying = False
@@ -370,12 +371,12 @@ class Member:
         return [self.evaluation.ask(asked.start, asked.end, names, figures, samples)]
 
     def _on_evaluation(self, message: EvaluateRange | Evaluated) -> list[MemberEffect]:
-        found = self.evaluation
-        if found is None or not found.is_under_way or message.step != found.step:
+        evaluation = self.evaluation
+        if evaluation is None or not evaluation.is_under_way or message.step != evaluation.step:
             return []
         if isinstance(message, EvaluateRange):
             return [LookAt(message.start, message.end)]
-        return found.take(message)
+        return evaluation.take(message)
 
     # Values of one's own
 

@@ -1,4 +1,4 @@
-"""What a worker has asked its host for, and waits for: a look at held-out data, or everybody's values. Pure."""
+"""Requests of a worker that its host has yet to answer: a look at held-out data, or everybody's values. Pure."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ class MemberEvaluation:
     size: int
     is_under_way: bool = True
     names: str = ""
-    """Of figures, as JSON; empty: there is one, the loss."""
+    """Names of figures, as JSON; empty: there is one, the loss."""
     figures: Sequence[float] = (math.nan,)
     """The sum of each."""
     samples: float = 0.0

@@ -1,4 +1,4 @@
-"""What a Member decides, as things to do: its driver does them, in their order. Pure."""
+"""Effects of a Member: its decisions, as things that its driver does in their order. Pure."""
 
 from potluck.agree.records import Position
 from potluck.errors import PotluckError

@@ -1,4 +1,4 @@
-"""What a person orders on the live page: pause, resume, save now, let a worker go. Pure.
+"""Carries out a person's orders on the live page: pause, resume, save now, let a worker go. Pure.
 
 An order is carried out as if the run itself had come to it: a pause waits for the step under way, a save is a due
 checkpoint, and a worker that is let go leaves as it does by Ctrl-C. Each is told as an event, also where it is refused.

@@ -115,7 +115,8 @@ class Outbox:
                     self._emptied.notify_all()
 
     def _next(self, beat_s: float, is_over: Callable[[], bool]) -> _Entry | None:
-        """What is in line; else receipts, if some are due; else a chunk of a parcel; else, after a while, a beat."""
+        """Return what is in line; else receipts, if some are due; else a chunk of a parcel; else, after a while, a
+        beat."""
         until = time.monotonic() + beat_s
         with self._change:
             while not is_over():
@@ -139,7 +140,8 @@ class Outbox:
         self._shown = shown.step
 
     def _send_now(self, message: Message) -> bytes | None:
-        """What the system did not take without waiting; none: it is for the thread that writes."""
+        """Send at once, and return what the system did not take without waiting; None: it is for the thread that
+        writes."""
         if not (self._connection.pipe.can_send_now and isinstance(message, AT_ONCE)):
             return None
         return self._connection.pipe.send_now(self._encode(message))

@@ -33,7 +33,7 @@ AHEAD_BYTES = 4 << 10
 SLICE_BYTES = 1 << 20
 """The most bytes of one wait, so that progress of a slow peer is noticed."""
 PIECE_BYTES = 128 << 10
-"""The same within a sealed record, which is opened only when all of it is there."""
+"""The most bytes at once within a sealed record, which is opened only when all of it is there."""
 LINK_TIMES, LEAST_LINK_S = 2, 10.0
 """A link is dead once the peer's machine has not answered for LINK_TIMES `patience`, and at least LEAST_LINK_S. More
 than once: the system counts a peer that is alive and does not read as one that does not answer."""
@@ -81,13 +81,14 @@ class Pipe:
             return None
 
     def seal_sending(self, key: bytes | memoryview) -> None:
-        """What was sent so far was the last inside TLS. Call it from the thread that sends."""
+        """Seal from here on: what was sent so far was the last inside TLS. Call it from the thread that sends."""
         assert self.can_seal and self._sealer is None
         self._sealer = Sealer(key)
         self._leave_tls()
 
     def seal_receiving(self, key: bytes | memoryview) -> None:
-        """What was received so far was the last inside TLS. Call it from the thread that receives."""
+        """Expect sealed records from here on: what was received so far was the last inside TLS. Call it from the thread
+        that receives."""
         if not self.can_seal or self._opener is not None or self._tls is None or self._tls.pending():
             raise TheirProtocolError("It seals a connection at a time when it should not.")
         self._opener = Opener(key)
@@ -116,7 +117,7 @@ class Pipe:
         socket.send_fds(self._socket, [b"".join(parts)], descriptors)
 
     def take_descriptors(self) -> list[int]:
-        """Those that came with what was received so far; they are the caller's to close."""
+        """Return the descriptors that came with what was received so far; they are the caller's to close."""
         taken, self._descriptors = self._descriptors, []
         return taken
 
@@ -168,7 +169,7 @@ class Pipe:
         return self._tls is None and hasattr(socket, "MSG_DONTWAIT")
 
     def send_now(self, parts: Sequence[bytes | memoryview]) -> bytes:
-        """As much as the system takes without waiting; what it did not take."""
+        """Send as much as the system takes without waiting, and return the rest."""
         data = b"".join(parts)
         try:
             sent = self._socket.send(data, socket.MSG_DONTWAIT)

@@ -48,7 +48,7 @@ class PlainPeers:
 
     @property
     def _why_none(self) -> str | None:
-        """What keeps the published worker from taking part in this run; none if nothing does."""
+        """Say what keeps the published worker from taking part in this run; None if nothing does."""
         described = self.run.description
         if described is None:
             return None

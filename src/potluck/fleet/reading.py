@@ -209,7 +209,7 @@ class PeerReader:
             return expected, self._open(expected, part, count, coded=coded)
 
     def _next_expected(self, step: int, part: int | None) -> ExpectedPayloads | None:
-        """Which of the payloads that it was asked for this is; none if it was not asked for it. Under the lock."""
+        """Find which of the payloads that it was asked for this is; None if it was not asked for it. Under the lock."""
         connection, core = self._connection, self._core
         if not connection.expected or connection.expected[0].step != step:
             core.refused["stale payload"] += 1

@@ -14,7 +14,7 @@ network: who has one address of a network often has many. Of IPv6 a whole /64 co
 FIRST_WAIT_S = 0.5
 """After that, twice as long each time, up to `patience`."""
 MOST_KNOWN = 4096
-"""Those who went first are forgotten first."""
+"""The most identities that are known: those who went first are forgotten first."""
 _NUMBER = re.compile(r"-\d+$")
 
 Who = tuple[str, str]
@@ -40,11 +40,11 @@ class RejoinLimiter:
 
     def went(self, now: float, address: str, name: str, came_at: float) -> tuple[int, float]:
         """How often in a row it has gone soon after it came, and how long it is held off now."""
-        found = [
+        visits = [
             self._count(now, who, free, is_short=now - came_at < self._patience_s)
             for who, free in zip(_identities(address, name), (FREE, FREE_OF_ADDRESS, FREE_OF_NETWORK), strict=True)
         ]
-        return found[0].short, self.wait_s(now, address, name)
+        return visits[0].short, self.wait_s(now, address, name)
 
     def _count(self, now: float, who: Who, free: int, *, is_short: bool) -> _Visits:
         visits = self._known.pop(who, _Visits())
@@ -68,14 +68,14 @@ def _identities(address: str, name: str) -> tuple[Who, Who, Who]:
 
 
 def _networks(address: str) -> tuple[str, str]:
-    """What one customer of a provider has at least, and what one may well have: an address and its /24, or, of IPv6, a
-    /64 and its /48. An address that is none, such as this machine's, is its own."""
+    """Return the network that one customer of a provider has at least, and the one that it may well have: an address
+    and its /24, or, of IPv6, a /64 and its /48. An address that is none, such as this machine's, is its own."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address, f"all of {address}"
-    if found.version == 6 and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    sizes = (32, 24) if found.version == 4 else (64, 48)
-    near, wide = (str(ipaddress.ip_network((found, size), strict=False)) for size in sizes)
+    if parsed.version == 6 and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    sizes = (32, 24) if parsed.version == 4 else (64, 48)
+    near, wide = (str(ipaddress.ip_network((parsed, size), strict=False)) for size in sizes)
     return near, wide

@@ -131,8 +131,8 @@ class Saving:
         return SaveChunk(member.peer, chunk.data)
 
     def abort(self) -> list[Effect]:
-        """What has come is of no use; its sender, if it is still there, sends no more of it. Where all has come, the
-        disk is writing it, and says so: a later one that began meanwhile would be taken for it."""
+        """Give up a checkpoint that has not wholly come; its sender, if it is still there, sends no more of it. Where
+        all has come, the disk is writing it, and says so: a later one that began meanwhile would be taken for it."""
         sender, self.sender = self.sender, None
         return [SaveAbort(), *self._spare(sender)] if sender is not None and not self.is_writing else []
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # else loaded where a connection is encrypted, and not in eve
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 PROTOCOL = "potluck-sealed/1"
-"""What both ends say by TLS's own way to agree on what is spoken inside (ALPN), if they can do this."""
+"""Name by which both ends agree, in TLS's own way (ALPN), on what is spoken inside, if they can do this."""
 KEY_BYTES = 32
 HEAD_BYTES, TAG_BYTES = 4, 16
 RECORD_BYTES = 512 << 10
@@ -47,7 +47,8 @@ def new_key() -> bytes:
 
 
 class _RecordKeys:
-    """Which key and which nonce the next record has: a nonce is its number, and a key is never another direction's."""
+    """Chooses the key and the nonce of the next record: a nonce is its number, and a key is never another
+    direction's."""
 
     def __init__(self, key: bytes | memoryview) -> None:
         if len(key) != KEY_BYTES:

@@ -49,7 +49,7 @@ class Transfers:
 
     @property
     def stranded(self) -> list[WorkerRecord]:
-        """Those who were being given the weights by somebody who is gone. They may have had all of them."""
+        """List the members that were being given the weights by somebody who is gone. They may have had all of them."""
         given = {transfer.to for transfer in self.under_way.values()}
         return [m for m in self.run.membership.inside if not m.is_ready and m.peer not in given]
 
@@ -164,14 +164,15 @@ class Transfers:
         return [effect for transfer in transfers for effect in self._spare_sponsor(transfer)]
 
     def part_with_receivers(self) -> list[Effect]:
-        """Those who have all of a state may have applied a step that the run goes back to before: they come again."""
+        """Part with those who have all of a state: they may have applied a step that the run goes back to before, and
+        come again."""
         whole = [transfer.to for transfer in self.under_way.values() if transfer.is_whole]
         why = "it was given steps that are computed again"
         return [effect for peer in whole for effect in self.run.close(peer, why)]
 
     def part_with_those_behind(self) -> list[Effect]:
-        """Those who have all of a state, and wait for the average of a step that nobody sends: they come again, with
-        the weights that they have."""
+        """Part with those who have all of a state, and wait for the average of a step that nobody sends: they come
+        again, with the weights that they have."""
         whole = [transfer.to for transfer in self.under_way.values() if transfer.is_whole]
         behind = [peer for peer in whole if self.run.membership.members[peer].since <= self.run.skipped]
         return [effect for peer in behind for effect in self.run.close(peer, "the step that it waits for is over")]

@@ -23,13 +23,13 @@ def children(node: Node) -> tuple[Node, Node]:
 
 def path(slices: int, node: Node) -> list[Node]:
     """From the root of a tree of N slices down to the node, both included. ValueError if it has no such node."""
-    found: list[Node] = [(0, slices)]
-    while found[-1] != node:
-        if found[-1][1] - found[-1][0] < 2:
+    nodes: list[Node] = [(0, slices)]
+    while nodes[-1] != node:
+        if nodes[-1][1] - nodes[-1][0] < 2:
             raise ValueError(f"A tree of {slices} slices has no node {node}.")
-        left, right = children(found[-1])
-        found.append(left if node[1] <= left[1] else right)
-    return found
+        left, right = children(nodes[-1])
+        nodes.append(left if node[1] <= left[1] else right)
+    return nodes
 
 
 def cover(slices: int, first: int, end: int) -> list[Node]:

@@ -1,4 +1,4 @@
-"""What a host tells those who only watch: its events from the beginning, and how things stand, at each one's own pace.
+"""Tells those who only watch a host's events from the beginning, and how things stand, at each one's own pace.
 
 Each watcher has a thread, which reads the run folder's files as the watcher takes them: nothing is queued for it, and
 nobody else waits for it. A watcher is no member of the run, and nothing that it could send is read.

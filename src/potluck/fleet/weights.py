@@ -32,7 +32,7 @@ class Weights:
     evaluations: Evaluations
     plain_peers: PlainPeers
     most_floats: int = field(default=MAX_TOTAL, init=False)
-    """What there is memory for."""
+    """The most floats that there is memory for."""
     waiting: list[tuple[int, Ready]] = field(default_factory=list, init=False)
     """Newcomers for whom nobody has the weights yet."""
     is_restoring: bool = field(default=False, init=False)
@@ -202,7 +202,7 @@ class Weights:
         return effects
 
     def has_waited_in_vain(self) -> bool:
-        """Those who were in when this host, or their connection, was lost have not come back."""
+        """Whether those who were in when this host, or their connection, was lost have not come back."""
         if not self.run.expected:
             return False
         if self.alone_since is None:
@@ -273,13 +273,13 @@ class Weights:
             return []
         if self.transfers.awaits_weights(member):
             return []  # said before it read that it will be given other weights
-        told = digests.told.setdefault(applied.step, {})
-        first = told.get(member.worker_id)
+        reports = digests.told.setdefault(applied.step, {})
+        first = reports.get(member.worker_id)
         if first is not None and first.digest != applied.digest:
             return self._on_change(member, applied)
         member.applied = max(member.applied, applied.step)
         effects = self.rounds.on_applied(member, applied, is_first=first is None)
-        told[member.worker_id] = ReportedDigest(member.kind, applied.digest, applied.step >= member.since)
+        reports[member.worker_id] = ReportedDigest(member.kind, applied.digest, applied.step >= member.since)
         if applied.step > run.standing.version:  # as it was agreed on before: it computes nothing of the step under way
             member.since = applied.step + 1
             effects += self.rounds.take_away(member)
@@ -295,8 +295,8 @@ class Weights:
     # Who is right
 
     def _judge(self, step: int, kind: str, *, at_once: bool = False) -> list[Effect]:
-        """What most of those who came to the same bits so far tell of a step is right. Where it is a draw, those who
-        have yet to tell decide it; if they are not to be waited for, or none are left, nobody can."""
+        """Judge a step: what most of those who came to the same bits so far tell of it is right. Where it is a draw,
+        those who have yet to tell decide it; if they are not to be waited for, or none are left, nobody can."""
         digests = self.digests
         found = {who: told for who, told in digests.told[step].items() if digests.compared_as(told.kind) == kind}
         voices = {who: told for who, told in found.items() if told.computed} or found
