@@ -116,21 +116,10 @@ def signal_apart(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that it has started and that still run, as far as the system tells."""
-    if Path("/proc/self/stat").exists():
-        parents = {int(entry.name): _parent(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    elif HAS_GROUPS:
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False)
-        parents = {int(child): int(parent) for child, parent in map(str.split, listed.stdout.splitlines())}
-    else:
-        return []
-    return sorted(child for child, parent in parents.items() if parent == pid)
+    """Processes that it has started and that still run."""
+    import psutil  # only where it is asked for: every command imports this module
 
-
-def _parent(entry: Path) -> int:
-    """0 where it has ended in the meantime."""
     try:
-        state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return 0
-    return 0 if state == "Z" else int(parent)
+        return sorted(child.pid for child in psutil.Process(pid).children())
+    except psutil.NoSuchProcess:
+        return []

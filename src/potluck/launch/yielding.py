@@ -1,18 +1,19 @@
 """Whether a machine is in use by somebody else, so that its worker yields: decided purely, from samples of others' use.
 
 A sample is the share of the processor, or of a card, that processes have which are not ours. Cards are looked at
-through nvidia-smi, and the processor through /proc. Imports no torch: whoever looks is not the worker.
+through nvidia-smi, and the processor through psutil. Imports no torch: whoever looks is not the worker.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-from potluck.errors import ConfigError
+import psutil
 
 SAMPLE_S = 2.0
 BUSY, FREE = 0.25, 0.1
@@ -64,40 +65,35 @@ def decide_yield(samples: Sequence[Sample], *, is_away: bool) -> Verdict:
 
 @dataclass
 class ProcessorUse:
-    """Measures the processor use of all processes but ours, from one look at /proc to the next."""
+    """Measures the processor use of all processes but ours, from one look to the next."""
 
     cores: int
-    _before: tuple[float, float, dict[int, int]] | None = None
+    _before: tuple[float, float, dict[int, float]] | None = None
 
     def look(self, now: float, ours: Collection[int]) -> Sample | None:
         """`ours`: processes whose use is not others'. None with the first look."""
-        try:
-            busy = read_busy(Path("/proc/stat").read_text(encoding="ascii"))
-        except OSError:  # one look is missed; the next one says
-            return None
-        own = {pid: ticks for pid in ours if (ticks := ticks_of(pid)) is not None}
-        before, self._before = self._before, (now, busy, own)
+        busy_s = busy_of(psutil.cpu_times())
+        own = {pid: seconds for pid in ours if (seconds := seconds_of(pid)) is not None}
+        before, self._before = self._before, (now, busy_s, own)
         if before is None or now <= before[0]:
             return None
-        used = sum(ticks - before[2].get(pid, 0) for pid, ticks in own.items())
-        whole = (now - before[0]) * self.cores * os.sysconf("SC_CLK_TCK")
-        return Sample(now, min(1.0, max(0.0, (busy - before[1] - used) / whole)), "the processor of this machine")
+        used_s = sum(seconds - before[2].get(pid, 0.0) for pid, seconds in own.items())
+        whole_s = (now - before[0]) * self.cores
+        return Sample(now, min(1.0, max(0.0, (busy_s - before[1] - used_s) / whole_s)), "the processor of this machine")
 
 
-def read_busy(stat: str) -> float:
-    """Ticks that all processors together were not idle, of the first line of /proc/stat. What a virtual machine's host
-    took is nobody's here."""
-    numbers = [float(word) for word in stat.splitlines()[0].split()[1:]]
-    user, nice, system, _idle, _waiting, hard, soft = numbers[:7]
-    return user + nice + system + hard + soft
+def busy_of(times: Any) -> float:
+    """Seconds that all processors together were not idle. What a virtual machine's host took is nobody's here."""
+    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
 
 
-def ticks_of(pid: int) -> int | None:
+def seconds_of(pid: int) -> float | None:
+    """Seconds that a process has computed; None where it has ended."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
-        return int(words[11]) + int(words[12])
-    except (OSError, IndexError, ValueError):  # it has ended between two looks
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
         return None
+    return float(times.user + times.system)
 
 
 @dataclass
@@ -128,7 +124,7 @@ class CardUse:
 
 
 def _is_here(line: str) -> bool:
-    return Path("/proc", line.split(",")[1].strip()).exists() if line.count(",") == 2 else False
+    return line.count(",") == 2 and psutil.pid_exists(int(_number(line.split(",")[1])))
 
 
 def share_of_cards(seen: str, held: str, ours: Collection[int]) -> float:
@@ -171,11 +167,6 @@ def find_use(count: int, cores: int, environment: Mapping[str, str] = os.environ
         use = CardUse(program, tuple(cards[:count]))
         if use.look(0.0, ()) is not None:
             return use
-    if not Path("/proc/stat").exists():
-        raise ConfigError(
-            "--yield looks at NVIDIA cards through nvidia-smi, and at the processor through /proc, and this machine has"
-            " neither. Use --hours, or potluck pause."
-        )
     return ProcessorUse(cores)
 
 
@@ -203,18 +194,9 @@ class YieldWatch:
 
 
 def family(roots: Collection[int]) -> set[int]:
-    """These processes and all that they have started, as far as /proc tells."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir() if Path("/proc").exists() else ():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
-                parents.setdefault(int(words[1]), []).append(int(entry.name))
-            except (OSError, IndexError, ValueError):  # it has ended since the folder was listed
-                continue
-    pids, waiting = set(roots), list(roots)
-    while waiting:
-        new = [pid for pid in parents.get(waiting.pop(), []) if pid not in pids]
-        pids.update(new)
-        waiting += new
+    """These processes and all that they have started."""
+    pids = set(roots)
+    for root in roots:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            pids.update(each.pid for each in psutil.Process(root).children(recursive=True))
     return pids
