@@ -242,7 +242,7 @@ class Server:
         """Back to the newest checkpoint, which the ledger then ends with."""
         found = self.saver.newest()
         if found is not None:
-            self._restored = found[0], found[1].step
+            self._restored = found[0], found[1].version
         standing = self.journal.go_back(found[1] if found is not None else None)
         self._act("restored", standing)
 

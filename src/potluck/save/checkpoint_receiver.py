@@ -82,7 +82,7 @@ class CheckpointReceiver:
                 unpacker.feed(chunk[0])
                 chunk[1]()
             body = checkpoint_folder.check(aside)
-            if standing_of(aside, body).step != step:
+            if standing_of(aside, body).version != step:
                 raise CheckpointError(f"its manifest is of step {body['step']}")
             place = checkpoint_folder.free_place(self.folder, body["step"])  # for people; `step` counts agreements
             publish(aside, place)
