@@ -367,16 +367,12 @@ TINY_DEMO = [
 ]
 
 
-def control_groups() -> list[Path]:
-    return list(Path("/sys/fs/cgroup").glob("**/potluck-demo-*"))
-
-
 @pytest.mark.slow
 def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
     done = run(place, "demo", "--data", "text", *TINY_DEMO)
     assert done.returncode == 0, done.stderr
     said = done.stdout
-    assert len(re.findall(r"^Worker 2 is slowed 3-fold by (CPU quotas|pausing)", said, re.MULTILINE)) == 2
+    assert len(re.findall(r"^Worker 2 is slowed 3-fold: it pauses", said, re.MULTILINE)) == 2
     for policy in ("sync", "cadence"):
         assert re.search(rf"Training .* on 3 workers \(cpu\): 20 steps of 12 rows, in runs/demo-{policy}$", said, re.M)
         policies = (place / "runs" / f"demo-{policy}" / "run.toml").read_text()
@@ -391,7 +387,6 @@ def test_the_demo_compares_sync_and_cadence(place: Path) -> None:
     assert (sync_s - 0.05) / (cadence_s + 0.05) - 0.05 <= gain <= (sync_s + 0.05) / max(0.01, cadence_s - 0.05) + 0.05
     assert said.count("What the model wrote") == 1 and "What to try next" in said
     assert (place / "runs/demo-cadence/comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert not control_groups()
 
 
 @pytest.mark.slow
@@ -405,7 +400,7 @@ def test_ctrl_c_in_the_demo_leaves_nothing_behind(place: Path) -> None:
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130 and "Saved in mine/sync/checkpoints/step-" in stderr
     assert not (place / "mine" / "cadence").exists()
-    assert len(workers) == 2 and not any(map(is_alive, workers)) and not control_groups()
+    assert len(workers) == 2 and not any(map(is_alive, workers))
 
 
 @pytest.mark.slow

@@ -11,14 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from potluck.config import to_dict
-from potluck.environment import usable_cores
 from potluck.errors import ConfigError
 from potluck.launch.processes import launch
 from potluck.page.start import page_of_training
 from potluck.page.where import PageAddress
 from potluck.show.picture import draw_comparison, gain_sentence, read_timeline
 from potluck.train.arguments import TrainArgs, WorkersConfig, workers_of
-from potluck.train.slowdown import slowing
+from potluck.train.slowdown import Slowdown
 
 RECIPE = "demo"
 SETTINGS = (
@@ -76,15 +75,14 @@ def demo(settings: tuple[str, ...], workers: int | None, out: str | None, page: 
 
 
 def _train(config: WorkersConfig, settings: tuple[str, ...], folder: Path, *, is_last: bool) -> int:
-    with slowing(config.count, usable_cores()) as slowdown:
-        args = TrainArgs(
-            recipe=RECIPE,
-            settings=settings,
-            out=str(folder),
-            slowdown=slowdown,
-            summary="paragraph" if is_last else "none",
-        )
-        return launch(["--recipe", json.dumps(to_dict(args))], config)
+    args = TrainArgs(
+        recipe=RECIPE,
+        settings=settings,
+        out=str(folder),
+        slowdown=Slowdown(worker=config.count - 1),
+        summary="paragraph" if is_last else "none",
+    )
+    return launch(["--recipe", json.dumps(to_dict(args))], config)
 
 
 def find_folders(out: str | None) -> dict[str, Path]:

@@ -124,7 +124,7 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
     model = GPT(config.model)
     loss = next_token_loss
     if args.slowdown is not None:
-        brake = Brake(args.slowdown, engine.rank, has_gpu=engine.device.type == "cuda")
+        brake = Brake(args.slowdown, engine.rank)
         engine.events.listeners.append(brake)
         loss = brake.slow(loss)
     parts = RecipeParts(
