@@ -1,1 +1,1 @@
-"""What computes: the engine behind the trainer and behind your own loop."""
+"""The engine: computes, behind the trainer and behind your own loop."""

@@ -32,12 +32,12 @@ MOST_EXACT_BYTES = 8 << 20
 
 
 class BufferChanges(NamedTuple):
-    """What changed in the buffers since some moment."""
+    """Changes of the buffers since some moment."""
 
     moved: list[Tensor]
-    """Of each floating-point buffer, in float64: by how much its numbers changed; 0 where that has no mean."""
+    """How much the numbers of each floating-point buffer changed, in float64; 0 where that has no mean."""
     exact: bytes
-    """What changed and has no mean, as it is now; empty if nothing did."""
+    """Buffers that changed and have no mean, as they are now; empty if none did."""
 
 
 class SavedBuffers:
@@ -81,7 +81,7 @@ class SavedBuffers:
 
     def now(self) -> list[Tensor]:
         """The buffers' own memory; of complex ones, as pairs of numbers."""
-        found = []
+        buffers = []
         for name, (module, key), (shape, dtype) in zip(self.names, self._places, self._specs, strict=True):
             buffer = _real(module._buffers[key])
             if buffer is None or buffer.shape != shape:
@@ -93,8 +93,8 @@ class SavedBuffers:
                 )
             if buffer.dtype != dtype or is_expanded(buffer):
                 buffer = _put_in_place(module, key, buffer.to(dtype).clone(memory_format=torch.contiguous_format))
-            found.append(buffer)
-        return found
+            buffers.append(buffer)
+        return buffers
 
     def aside(self) -> AbstractContextManager[None]:
         """A forward in here leaves no trace in them."""
@@ -159,14 +159,14 @@ class SavedBuffers:
         self.put(values)
 
     def average(self, link: Link, weight: float, before: Sequence[Tensor]) -> None:
-        """What has changed since then becomes the mean of the link's ranks, by weight; a collective."""
+        """Replace what has changed since then by the mean of the link's ranks, by weight; a collective."""
         if link.world == 1 or not self:
             return
         moved, exact = self.changes(before)
         has_moved = torch.stack([change.any() for change in moved]).tolist() if moved else []
-        told = link.gather_bytes(bytes([weight > 0, *has_moved]) + exact)
-        first = next((other for other in told if other[0]), b"")[1 + len(moved) :]
-        is_summed = [any(other[1 + place] for other in told) for place in range(len(moved))]
+        changes_of_ranks = link.gather_bytes(bytes([weight > 0, *has_moved]) + exact)
+        first = next((other for other in changes_of_ranks if other[0]), b"")[1 + len(moved) :]
+        is_summed = [any(other[1 + place] for other in changes_of_ranks) for place in range(len(moved))]
         means: list[Tensor | None] = [None] * len(moved)
         if any(is_summed):
             chosen = [place for place, wanted in enumerate(is_summed) if wanted]

@@ -166,8 +166,8 @@ class Engine(Handle):
                 "prepare() was called already, and a run has one call of it. Give it several models as a list, or in"
                 " one nn.Module, and several optimizers as a list."
             )
-        given = Given(model, optimizer, scheduler, run.turns)
-        model, optimizer = given.model, given.optimizer
+        inputs = Given(model, optimizer, scheduler, run.turns)
+        model, optimizer = inputs.model, inputs.optimizer
         sizes = {"micro_size": micro_batch_size, "slices": slices}
         micro_batch_size = check_data(run.wanted, **sizes, has_data=dataset is not None, has_loss=loss is not None)
         source: DataSource | None = None
@@ -175,15 +175,15 @@ class Engine(Handle):
             asked = AskedData(batch_size=batch_size, collate=collate, fetchers=fetchers, seed=seed, rows=rows)
             source = source_of(dataset, replace(asked, notice=run.notice))
             self.introduce(model, optimizer, source.dataset, batch_size=source.batch_size, seed=seed)
-        replica = self._prepare_model(given, source, loss)
+        replica = self._prepare_model(inputs, source, loss)
         if source is None:
             self.lifecycle.begin()
-            return given.back(replica.model)
+            return inputs.back(replica.model)
         loader = self._prepare_data(source, {"micro_size": micro_batch_size, "slices": slices}, seed)
-        return *given.back(replica.model), loader
+        return *inputs.back(replica.model), loader
 
-    def _prepare_model(self, given: Given, source: DataSource | None, loss: LossFunction | None) -> Replica:
-        run, model, optimizer = self.run, given.model, given.optimizer
+    def _prepare_model(self, inputs: Given, source: DataSource | None, loss: LossFunction | None) -> Replica:
+        run, model, optimizer = self.run, inputs.model, inputs.optimizer
         if isinstance(model, nn.Module):
             check_model(model)
             if run.link.world > 1 or run.wanted.has_host or run.composition.split is not None:
@@ -195,7 +195,7 @@ class Engine(Handle):
             run.base = agree_on_base(run.link, find_base(model), run.notice)
         wire = run.composition.wire if run.wanted.has_host else run.wanted.wire
         run.caller.training = training_settings(optimizer, run.config.clip, wire) | run.caller.training
-        self._schedule_by(given.scheduled)
+        self._schedule_by(inputs.scheduled)
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         replica = run.replica = make_replica(run, self.rounds.nodes, model, optimizer, source, loss)
         replica.adapter.on_own_step = self.step
@@ -273,8 +273,9 @@ class Engine(Handle):
     def introduce(
         self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
     ) -> None:
-        """What this worker brings, before it says anything to the others; where they meet in a store, that may be
-        another run's. prepare() does so too. `about`: the run's name, and its folder if one was given (`out`)."""
+        """Introduce this worker's model and data before it says anything to the others; where they meet in a store,
+        that may be another run's. prepare() does so too. `about`: the run's name, and its folder if one was given
+        (`out`)."""
         if self.run.keeper is not None:
             self.run.keeper.introduce(model, optimizer, dataset, about | {"batch_size": batch_size, "seed": seed})
 
@@ -302,8 +303,8 @@ class Engine(Handle):
             self.lifecycle.end_well(folder)
 
     def passes(self, count: int, keep: Callable[[], None]) -> Iterator[int]:
-        """As epochs(), for a caller that hears Ctrl-C, saves and shows the run itself. `keep`: saves, if it can, what
-        is done before an epoch that cannot be."""
+        """Count epochs as epochs() does, for a caller that hears Ctrl-C, saves and shows the run itself. `keep`: saves,
+        if it can, what is done before an epoch that cannot be."""
         run, loader = self.run, self.run.loader
         assert loader is not None
         run.caller.counts_epochs = True
@@ -348,7 +349,7 @@ class Engine(Handle):
         self.rounds.backward(loss, samples, last)
 
     def _check_gathered(self, rows: int, samples: float) -> None:
-        """What all_gather() has gathered weighs what this worker brought of it, and no more."""
+        """Check that what all_gather() has gathered weighs what this worker brought of it, and no more."""
         micro = self.run.loader.current if self.run.loader is not None else None
         self._gathered_rows = None
         if samples not in (rows, micro.end - micro.start if micro is not None else rows):
@@ -366,7 +367,7 @@ class Engine(Handle):
         return self.rounds.step()
 
     def print(self, *words: Any, **options: Any) -> None:
-        """As Python's print(), but on rank 0 alone."""
+        """Print on rank 0 alone."""
         if self.rank == 0:
             print(*words, **options)
 
@@ -561,7 +562,7 @@ class Engine(Handle):
 
     @property
     def rank(self) -> int:
-        """Which worker this is, from 0."""
+        """Number of this worker, from 0."""
         return self.lifecycle.rank
 
     @property

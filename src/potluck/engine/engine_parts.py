@@ -1,4 +1,4 @@
-"""What an engine is made of, from what was composed: its rounds, its lifecycle and its replica.
+"""Makes the parts of an engine from what was composed: its rounds, its lifecycle and its replica.
 
 Rounds of a host are imported where they are made: they bring libraries that other runs need not wait for.
 """

@@ -46,16 +46,16 @@ def fingerprint(dataset: Any, *, elsewhere: FetchOptions | None = None) -> Finge
 
 
 def training_settings(optimizer: Any, clip: float | None, wire: str = "fp32") -> dict[str, Any]:
-    """What an optimizer does to a gradient, and before it: by name, and a list where its groups differ."""
-    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "step.clip": clip}
+    """Return what an optimizer does to a gradient, and before it: by name, and a list where its groups differ."""
+    settings: dict[str, Any] = {"optimizer": type(optimizer).__name__, "step.clip": clip}
     if wire != "fp32":  # else it is not told, as by an older version
-        found["wire"] = wire
+        settings["wire"] = wire
     groups = getattr(optimizer, "param_groups", [])
     for name in sorted({name for group in groups for name in group} - _OWN_AFFAIRS):
         values = [_plain(group.get(name)) for group in groups]
         if None not in values:
-            found[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
-    return found
+            settings[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
+    return settings
 
 
 _OWN_AFFAIRS = {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
@@ -107,7 +107,7 @@ class _Looks(Dataset[Any]):
         self.dataset = dataset
 
     def __getitem__(self, position: int) -> tuple[Mark, Mark] | None:
-        found = []
+        marks = []
         for _ in range(2):
             seed_everything(mix(ROWS, position))
             try:
@@ -117,8 +117,8 @@ class _Looks(Dataset[Any]):
             mark = mark_of(row)
             if mark is None:
                 return None
-            found.append(mark)
-        return found[0], found[1]
+            marks.append(mark)
+        return marks[0], marks[1]
 
     def _row(self, position: int) -> Any:
         if isinstance(self.dataset, TensorRows):

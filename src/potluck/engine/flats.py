@@ -13,7 +13,7 @@ FLAT_BYTES = 32 << 20
 
 
 class FlatBuffer:
-    """What is kept of some runs between two agreements. Each buffer is [sum of the runs' sizes]."""
+    """Holds some runs end to end between two agreements. Each buffer is [sum of the runs' sizes]."""
 
     def __init__(self, runs: Sequence[FlatRun], allocate: Callable[[int, Tensor], Tensor]) -> None:
         self.runs = runs

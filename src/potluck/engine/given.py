@@ -1,4 +1,4 @@
-"""What prepare() was given, models, optimizers and schedulers, as one of each; and given back as it was."""
+"""Takes what prepare() was given, models, optimizers and schedulers, as one of each; and gives it back as it was."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -64,7 +64,7 @@ class Handle:
 
     @property
     def last_epoch(self) -> EpochDone | None:
-        """What was proved of the last epoch: `last_epoch.sentence`."""
+        """The proof of the last epoch: `last_epoch.sentence`."""
         return self.run.last_epoch
 
     @property
@@ -93,7 +93,7 @@ class Handle:
 
     @property
     def state(self) -> UserState:
-        """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
+        """Values of your own, kept beside the model: saved, sent to newcomers, and restored by load()."""
         return self.run.state
 
     def kept(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
@@ -108,12 +108,13 @@ class Handle:
 
     @property
     def loop(self) -> Loop:
-        """What the loop says of the run: its end, the shape of its learning rate, and what a host shows of it."""
+        """Settings that the loop gives the run: its end, the shape of its learning rate, and what a host shows of
+        it."""
         return self.run.caller
 
     @property
     def setup(self) -> Wanted:
-        """What init() was asked for: `setup.policy`, `strategy`, `stages` and `wire`."""
+        """Options that init() was called with: `setup.policy`, `strategy`, `stages` and `wire`."""
         return self.run.wanted
 
     @property

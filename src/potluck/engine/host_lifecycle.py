@@ -49,7 +49,7 @@ class HostLifecycle:
     is_led = True
     keeps_folder = False
     work: "HostWork"
-    """What this worker computes, once there is a replica."""
+    """Computes this worker's part, once there is a replica."""
     description: Description
     """Once there is a loader."""
     looking: LookingWeights
@@ -208,7 +208,7 @@ class HostLifecycle:
         whole, shares = BatchConfig(size=len(rows)), (1.0,) * link.world
 
         def sum_of(start: int, end: int) -> LookSums:
-            """What these rows come to; each rank looks at its own part."""
+            """Sum up these rows; each rank evaluates its own part."""
             total = LookSums()
             # Only here: between two ranges this worker may be asked for its state.
             with run.looks_with(), torch.no_grad():

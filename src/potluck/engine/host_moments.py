@@ -57,7 +57,7 @@ class HostMoments(Moments):
         self.take()
 
     def _count(self) -> list[list[float]]:
-        """Of each parameter, on any rank that holds some of it."""
+        """Count the steps of each parameter, on any rank that holds some of it."""
         nothing = [0.0] * (1 + len(self._counters))
         rows = [
             [max(column) for column in zip(nothing, *map(self._counts_of, own), strict=True)] for own in self._owners

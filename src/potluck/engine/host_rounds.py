@@ -42,20 +42,20 @@ class HostWork(Protocol):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is sent of a round, and in which order."""
+        """Parts of a round that are sent, in their order."""
 
     @property
     def divergence(self) -> float:
-        """Of this worker from the others at the last agreement, where each steps by itself."""
+        """Divergence of this worker from the others at the last agreement, where each steps by itself."""
 
     def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
         """`bounds`: the rows of each slice. `nodes`: which of them are ours, as parts of the tree."""
 
     def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
-        """What goes through the model at once, until the work is done or of no use any more."""
+        """Yield the micro-batches of the work, until it is done or of no use any more."""
 
     def expects_from(self, work: Work) -> tuple[int, ...]:
-        """The same for pieces of work of which the second is what was expected to follow the first."""
+        """Return a key that is equal for two pieces of work if the second is what was expected to follow the first."""
 
     def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
         """After begin(): the micro-batches of the work, and what is expected to follow them, each with its seed. Asked
@@ -71,7 +71,7 @@ class HostWork(Protocol):
         skipped."""
 
     def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
-        """What all sent, as its mean, becomes everybody's; or all leave it."""
+        """Apply the mean of what all sent; or all leave it."""
 
     def hash_weights(self) -> tuple[str, Tensor]:
         """The digest, and the quick digest, of what all workers agreed on last, as it is in this worker's memory."""
@@ -149,7 +149,7 @@ class HostRounds:
     # The loop
 
     def _plan(self) -> Iterator[MicroBatch]:
-        """What is handed out, until the epoch ends or the run stops."""
+        """Yield the micro-batches that are handed out, until the epoch ends or the run stops."""
         run, lifecycle, loader = self._run, self._lifecycle, self._loader
         lifecycle.join()
         if run.caller.counts_epochs or run.caller.has_trainer:
@@ -266,4 +266,4 @@ class HostRounds:
         return run.step_done(decision, run.lr, seconds, tuple(WorkerStep(**row) for row in workers))
 
     def settle(self) -> None:
-        """What needs all replicas to be equal takes them as they were agreed on last."""
+        """Go back to the weights that were agreed on last, for what needs all replicas to be equal."""

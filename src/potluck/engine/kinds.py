@@ -1,4 +1,4 @@
-"""What a worker computes with, in words: workers of one kind compute the same bits from the same bits."""
+"""Names what a worker computes with: workers of one kind compute the same bits from the same bits."""
 
 import contextlib
 import platform

@@ -108,7 +108,7 @@ class GroupLifecycle:
         run.events.emit(run.last_epoch)
 
     def _compare_orders(self, loader: Loader, digests: list[str]) -> None:
-        """Of the next epoch: none may be begun in different orders."""
+        """Compare the orders of the next epoch: none may be begun in different orders."""
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             loader.fault = (
@@ -117,7 +117,8 @@ class GroupLifecycle:
             )
 
     def _compare_streams(self, loader: Loader, seen: list[Fingerprint]) -> str:
-        """What the proof of an epoch says of a stream that every worker has read; of other data nothing."""
+        """Compare what every worker has read of a stream. Returns the end of the proof's sentence; empty for other
+        data."""
         if not seen[0]:
             return ""
         for rank, theirs in enumerate(seen):

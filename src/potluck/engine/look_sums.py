@@ -13,7 +13,7 @@ from potluck.errors import ConfigError
 from potluck.events import LOSS
 
 UNNAMED = ""
-"""What a function gave that gave no names."""
+"""Name of the figure of a function that gave no names."""
 MOST_FIGURES, MOST_NAME = 64, 100
 
 Figures = float | dict[str, float]
@@ -23,11 +23,11 @@ Figures = float | dict[str, float]
 @dataclass
 class LookSums:
     sums: dict[str, float] = field(default_factory=dict)
-    """Of each figure, weighted by samples; the loss, if there is one, is the first."""
+    """Sum of each figure, weighted by samples; the loss, if there is one, is the first."""
     samples: float = 0.0
 
     def add(self, result: Any, batch: Any, *, counts: bool = True) -> None:
-        """What a function gave for a batch: a mean loss, a dictionary of means, or either with its samples."""
+        """Add a function's result for a batch: a mean loss, a dictionary of means, or either with its samples."""
         found, samples = loss_and_samples(result, batch)
         figures = found if isinstance(found, dict) else {UNNAMED: found}
         for name in _loss_first(figures):
@@ -50,7 +50,7 @@ class LookSums:
 
     @property
     def names(self) -> str:
-        """As JSON, where there are any."""
+        """Write the names as JSON, where there are any."""
         return json.dumps(list(self.sums)) if list(self.sums) != [UNNAMED] else ""
 
     @property
@@ -62,7 +62,7 @@ class LookSums:
 
 
 def add_up(told: Iterable[bytes]) -> LookSums:
-    """Of all workers, in order of rank. One that had no rows knows no names."""
+    """Add up the sums of all workers, in order of rank. One that had no rows knows no names."""
     total = LookSums()
     for sums, samples in map(json.loads, told):
         for name, value in sums.items():

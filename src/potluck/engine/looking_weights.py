@@ -46,7 +46,8 @@ class LookingWeights:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is saved, to continue from, are the weights that are trained, also in the middle of a look."""
+        """Put the trained weights back while they are saved, also in the middle of an evaluation: a run continues from
+        those."""
         if not self._trained:
             yield
             return

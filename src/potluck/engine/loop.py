@@ -7,7 +7,8 @@ from typing import Any
 
 @dataclass(slots=True)
 class Loop:
-    """What a loop says of the run, as `fleet.loop`: most of it before the first step, and alike on every worker."""
+    """Settings that a loop gives the run, as `fleet.loop`: most of them before the first step, and alike on every
+    worker."""
 
     has_trainer: bool = False
     """A trainer counts epochs, hears Ctrl-C, saves and shows the run; else a loop of your own does, with our help."""
@@ -22,11 +23,11 @@ class Loop:
     flops_per_sample: float = 0.0
     """Floating-point operations that a sample costs, forward and backward; 0: not known. It is only shown."""
     training: dict[str, Any] = field(default_factory=dict)
-    """What every worker's step must do alike: the optimizer's settings, clipping, the schedule."""
+    """Settings of every worker's step that must be alike: the optimizer's, clipping, the schedule."""
     about: dict[str, Any] = field(default_factory=dict)
-    """What a host shows of the run: its name, the unit of samples, how many steps there are."""
+    """Details of the run that a host shows: its name, the unit of samples, how many steps there are."""
     memo: dict[str, int] = field(default_factory=dict)
-    """What a loop wants to find again if this worker is killed and restarted while the run continues."""
+    """Numbers that a loop wants to find again if this worker is killed and restarted while the run continues."""
     best: tuple[int, float] | None = None
     """The step with the lowest validation loss so far, and that loss: the checkpoint of this step is kept as well."""
 

@@ -1,4 +1,4 @@
-"""What a loss function gives, and what backward() takes: checked, and refused in words."""
+"""Checks what a loss function gives, and what backward() takes, and refuses the rest in words."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def check_grad(loss: Tensor) -> None:
 
 
 def loss_and_samples(result: Any, batch: Any) -> tuple[Any, float]:
-    """What a loss function gave: a mean over the batch's rows, or (mean, how many samples it is over)."""
+    """Read what a loss function gave: a mean over the batch's rows, or (mean, how many samples it is over)."""
     if not isinstance(result, tuple):
         return result, float(rows_of(batch))
     if len(result) != 2 or not (isinstance(result[1], int | float) or getattr(result[1], "numel", lambda: 0)() == 1):

@@ -121,17 +121,17 @@ def keep_masters(run: RunState, model: nn.Module, optimizer: Optimizer) -> None:
     are stepped as they are, as by PyTorch alone."""
     if not run.wanted.has_host or run.composition.split is not None:
         return
-    found = [each for each in model.parameters() if each.requires_grad and each.dtype == HALF]
-    if not found:
+    halves = [each for each in model.parameters() if each.requires_grad and each.dtype == HALF]
+    if not halves:
         return
-    for parameter in found:
+    for parameter in halves:
         parameter.grad = None
         parameter.data = parameter.data.float()
         for each in each_of(optimizer):
             for key, value in each.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dtype == HALF:
                     each.state[parameter][key] = value.float()
-    Masters(model, found)
+    Masters(model, halves)
     run.notice(
         "What is trained in bf16 is kept, stepped and sent as float32 under a host, and computed with in bf16."
         " What is saved is float32."

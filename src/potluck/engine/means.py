@@ -34,7 +34,7 @@ class Mean(Protocol):
     """Whether changes travel, and the replica is back where it began meanwhile; else the parameters do."""
 
     def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
-        """What this rank holds of a replica, in the pieces in which it travels. Called once."""
+        """Lay out what this rank holds of a replica, in the pieces in which it travels. Called once."""
 
     def clear(self) -> None:
         """Waits until what was sent before may be overwritten."""
@@ -63,7 +63,7 @@ class Mean(Protocol):
         return
 
     def forget(self) -> None:
-        """What has left was lost."""
+        """Forget a mean that was under way: what has left was lost."""
         return
 
 
@@ -235,7 +235,8 @@ class HostMean(Mean):
             self._send(len(self.described) - 1, buffers.for_host(before, weight)[0])
 
     def take(self, means: Sequence[Tensor], exact: bytes = b"") -> None:
-        """What the host has told: the mean of each part, in host memory, and what changed in buffers and has none."""
+        """Take what the host has told: the mean of each part, in host memory, and what changed in buffers and has
+        none."""
         self._told = means, exact
 
     def arriving(self, flats: Sequence[FlatBuffer]) -> Iterator[Tensor]:

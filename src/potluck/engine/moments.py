@@ -25,7 +25,8 @@ from potluck.sharding.united_optimizers import each_of
 
 
 def look_at_state(optimizer: Optimizer, shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
-    """What it keeps of a parameter once it has stepped it: a copy of it steps a small one of this shape."""
+    """Return the state that an optimizer keeps of a parameter once it has stepped it: a copy of it steps a small one of
+    this shape."""
     group = optimizer.param_groups[0]
     device = group["params"][0].device if group["params"] else torch.device("cpu")
     probe = nn.Parameter(torch.zeros(shape, device=device))
@@ -53,7 +54,7 @@ def can_average(optimizer: Optimizer) -> bool:
     """
     if any(map(is_coded, each_of(optimizer))):
         return False
-    found = []
+    keys_of_states = []
     for each, shape in itertools.product(each_of(optimizer), ((2,), (2, 3))):
         try:
             state = look_at_state(each, shape)
@@ -62,8 +63,8 @@ def can_average(optimizer: Optimizer) -> bool:
         kept = {key: value for key, value in state.items() if key not in COUNTERS}
         if not all(isinstance(value, Tensor) and value.shape == shape for value in kept.values()):
             return False
-        found.append(state.keys())
-    return bool(found) and all(keys == found[0] for keys in found)
+        keys_of_states.append(state.keys())
+    return bool(keys_of_states) and all(keys == keys_of_states[0] for keys in keys_of_states)
 
 
 def are_averaged(
@@ -79,7 +80,8 @@ def are_averaged(
 
 
 class Moments:
-    """Of some parameters, in flat tensors: one for each thing that is kept of them, and one for what is counted."""
+    """Holds the optimizer's state of some parameters in flat tensors: one for each thing that is kept, and one for what
+    is counted."""
 
     def __init__(
         self,
@@ -156,12 +158,12 @@ class Moments:
         return [float(bool(kept)), *(float(kept.get(key, 0.0)) for key in self._counters)]
 
     def _counted(self) -> Iterator[tuple[nn.Parameter, list[float]]]:
-        """What is stepped, each with its row."""
+        """Yield what is stepped, each with its row."""
         return zip(self._stepped(), self.counts.view(-1, 1 + len(self._counters)).tolist(), strict=True)
 
     @torch.no_grad()
     def take(self) -> None:
-        """What now lies in the flat tensors is every replica's."""
+        """Take what now lies in the flat tensors: it is every replica's."""
         counted: dict[int, dict[str, float]] = {}
         for parameter, (having, *counts) in self._counted():
             if having:

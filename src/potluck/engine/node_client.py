@@ -33,7 +33,7 @@ PREFIX_BYTES = 4
 
 
 class NodeMessage(IntEnum):
-    """What the first rank passes on to the others."""
+    """Kinds of messages that the first rank passes on to the others."""
 
     WAIT = auto()  # it keeps waiting
     NOTHING = auto()  # nothing came in time
@@ -108,13 +108,13 @@ class NodeClient:
         return heard
 
     def _on_first(self, work: Callable[[], Message | None]) -> Message:
-        """What the first rank does, however long it takes, and what comes of it, on every rank."""
-        found: list[Message | None] = []
+        """Do something on the first rank, however long it takes, and return its result on every rank."""
+        results: list[Message | None] = []
         failed: list[PotluckError] = []
 
         def run() -> None:
             try:
-                found.append(work())
+                results.append(work())
             except PotluckError as error:
                 failed.append(error)
 
@@ -128,9 +128,9 @@ class NodeClient:
             if failed:
                 self._tell(NodeMessage.FAILED, json.dumps([failed[0].exit_code, str(failed[0])]).encode())
                 raise failed[0]
-            assert found and found[0] is not None
-            self._tell(NodeMessage.MESSAGE, encode(found[0])[PREFIX_BYTES:])
-            return found[0]
+            assert results and results[0] is not None
+            self._tell(NodeMessage.MESSAGE, encode(results[0])[PREFIX_BYTES:])
+            return results[0]
         while True:
             kind, data = self._tell()
             if kind is NodeMessage.FAILED:
@@ -244,7 +244,8 @@ class NodeClient:
         return message
 
     def _next(self, deadline: float | None) -> tuple[NodeMessage, bytes, Message | None]:
-        """What the first rank hears next; there, the message itself comes with it. Averages are taken in here."""
+        """Return what the first rank hears next; there, the message itself comes with it. Averages are taken in
+        here."""
         found: Message | ConnectionLost | AverageReady | None = None
         if self._client is not None:
             left = None if deadline is None else deadline - time.monotonic()
@@ -288,17 +289,17 @@ class NodeClient:
             return kind, b""
         if size > CONTROL_BYTES:
             raise PotluckError(f"The node's first rank tells {size:,} bytes at once, more than {CONTROL_BYTES:,}.")
-        told = torch.empty(size, dtype=torch.uint8)
+        content = torch.empty(size, dtype=torch.uint8)
         if self._link.rank == 0:
-            told = from_bytes(data)
-        self._link.broadcast(told)
-        return kind, to_bytes(told)
+            content = from_bytes(data)
+        self._link.broadcast(content)
+        return kind, to_bytes(content)
 
 
 _EMPTY = torch.empty(0).numpy()
 
 
 def _blank_chunk(data: bytes) -> tuple[int, bytes]:
-    """What is in it is the first rank's to write down; the others only count."""
+    """Make a chunk of zeros: its content is the first rank's to write down, and the others only count."""
     transfer, size = struct.unpack("<QQ", data)
     return transfer, bytes(min(size, CONTROL_BYTES))

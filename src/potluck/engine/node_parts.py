@@ -86,13 +86,13 @@ class NodeParts:
 
 def ranges_in_part(runs: Sequence[FlatRun]) -> list[Stretch]:
     """Where in a part, its parameters end to end, these runs of each of them lie."""
-    found, at = [], 0
+    ranges, at = [], 0
     for index, run in enumerate(runs):
         span = run.span
         if index and runs[index - 1].span.name != span.name:
             at += math.prod(runs[index - 1].span.shape)
-        found.append((at + span.start, at + span.end))
-    return found
+        ranges.append((at + span.start, at + span.end))
+    return ranges
 
 
 def _length(stretches: Sequence[Stretch]) -> int:

@@ -30,7 +30,7 @@ class OuterState:
         optimizer.register_load_state_dict_pre_hook(self._take)
 
     def drop_loaded(self) -> None:
-        """What coding left out has been taken; the average of the weights is taken by itself."""
+        """Drop what coding left out, once it has been taken; the average of the weights is taken by itself."""
         self.loaded = {name: {AVERAGE: known[AVERAGE]} for name, known in self.loaded.items() if AVERAGE in known}
 
     def _order(self, optimizer: Optimizer) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a prepared model's own `save_pretrained`, `state_dict` and `load_state_dict` do: all of it, or a sentence.
+"""Shadows a prepared model's own `save_pretrained`, `state_dict` and `load_state_dict`: they save and load all of it.
 
 A model keeps its class, and so the methods of its library, which know nothing of what other workers hold. They are
 shadowed on the one instance; its copies and what is pickled of it have their class's own again.
@@ -41,15 +41,15 @@ class _SavePretrained(_Shadow):
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call it on every worker; the one that keeps the run's folder writes."""
-        found = options.pop("state_dict", None)
-        found = self._gather() if found is None else found
+        state = options.pop("state_dict", None)
+        state = self._gather() if state is None else state
         if not self._writes():
             return None
         if self._takes_state:
-            return self.plain(*arguments, state_dict=found, **options)
+            return self.plain(*arguments, state_dict=state, **options)
         own = vars(self._model)
         kept = {name: own[name] for name in ("state_dict",) if name in own}
-        own["state_dict"] = lambda *told, **more: found
+        own["state_dict"] = lambda *told, **more: state
         try:
             return self.plain(*arguments, **options)
         finally:
@@ -73,7 +73,8 @@ class _PartsOfState(_Shadow):
 
 
 class _LoadWhole(_Shadow):
-    """Of a model that is split over ranks: each takes its part of whole weights, which all ranks are given alike."""
+    """Loads whole weights, which all ranks are given alike, into a model that is split over ranks: each takes its
+    part."""
 
     def __init__(self, model: nn.Module, replica: Replica, sharded: Sharded) -> None:
         super().__init__(model, "load_state_dict")
@@ -102,12 +103,12 @@ class _LoadWhole(_Shadow):
         )
         if hasattr(state_dict, "_metadata"):  # by which layers know the form of what they load, as spectral norms do
             vars(rest)["_metadata"] = state_dict._metadata
-        found = self.plain(rest, strict=False)
-        missing = [name for name in found.missing_keys if tied.get(name, name) not in parts]
-        if strict and (missing or found.unexpected_keys):
+        loaded = self.plain(rest, strict=False)
+        missing = [name for name in loaded.missing_keys if tied.get(name, name) not in parts]
+        if strict and (missing or loaded.unexpected_keys):
             raise ConfigError(
                 "model.load_state_dict() was given weights of another model:"
-                f" {', '.join([*(f'{name} is missing' for name in missing), *found.unexpected_keys])}."
+                f" {', '.join([*(f'{name} is missing' for name in missing), *loaded.unexpected_keys])}."
                 " strict=False loads what there is."
             )
         with torch.no_grad(), self._replica.optimizer_writes():
@@ -115,17 +116,17 @@ class _LoadWhole(_Shadow):
                 if (tensor := parts.get(run.span.name)) is not None:
                     part = tensor.detach().reshape(-1)[run.span.start : run.span.end]
                     run.parameter.copy_(part.view_as(run.parameter))
-        return type(found)(missing, found.unexpected_keys)
+        return type(loaded)(missing, loaded.unexpected_keys)
 
 
 def shadow_saving(
-    run: RunState, given: nn.Module, gather: Callable[[], dict[str, Any]], rank: Callable[[], int]
+    run: RunState, plain_model: nn.Module, gather: Callable[[], dict[str, Any]], rank: Callable[[], int]
 ) -> None:
-    """`given`: the model as prepare() got it; of one that is cut, prepare() gives another back."""
+    """`plain_model`: the model as prepare() got it; of one that is cut, prepare() gives another back."""
     replica = run.prepared()
-    if callable(getattr(given, "save_pretrained", None)):
-        saving = _SavePretrained(given, gather, lambda: rank() == 0)
-        for model in {given, replica.model}:
+    if callable(getattr(plain_model, "save_pretrained", None)):
+        saving = _SavePretrained(plain_model, gather, lambda: rank() == 0)
+        for model in {plain_model, replica.model}:
             undo = replace_attribute(model, "save_pretrained", saving)
             if not is_in_parts(replica):
                 replica.on_close.callback(undo)
@@ -133,6 +134,6 @@ def shadow_saving(
         notice = run.notice if run.speaks else lambda sentence: None
         sharded = sharded_of(replica)
         assert sharded is not None
-        for model in {given, replica.model}:
+        for model in {plain_model, replica.model}:
             replace_attribute(model, "state_dict", _PartsOfState(model, notice))
             replace_attribute(model, "load_state_dict", _LoadWhole(model, replica, sharded))

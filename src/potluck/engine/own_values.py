@@ -69,15 +69,15 @@ def _tell_all(exchange: Exchange, call: str, value: Any, weight: float = 1.0) ->
     tensors: dict[str, Tensor] = {}
     head = json.dumps([weight, flatten(_plain(value, call), "value", tensors, "")]).encode()
     found = exchange(struct.pack("<I", len(head)) + head + save(tensors))
-    told = [_read(data, rank) for rank, data in enumerate(found)]
-    first = _form(told[0][1])
-    for rank, (_, theirs) in enumerate(told):
+    values = [_read(data, rank) for rank, data in enumerate(found)]
+    first = _form(values[0][1])
+    for rank, (_, theirs) in enumerate(values):
         if _form(theirs) != first:
             raise ConfigError(
                 f"fleet.{call}() was given {first} on one worker and {_form(theirs)} on another (the first and number"
-                f" {rank + 1} of {len(told)}). Give it values of the same kind on every worker."
+                f" {rank + 1} of {len(values)}). Give it values of the same kind on every worker."
             )
-    return told
+    return values
 
 
 def _plain(value: Any, call: str) -> Any:

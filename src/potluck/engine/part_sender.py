@@ -32,7 +32,7 @@ class PartSender:
         return lambda total, like: torch.from_numpy(client.allocate(total))
 
     def begin(self) -> None:
-        """What was sent before must not change under the sender's hands."""
+        """Wait for what was sent before, which must not change under the sender's hands."""
         self._client.flush()
         self._hosted = []
 
@@ -40,7 +40,7 @@ class PartSender:
         synchronize(self._device)
 
     def send(self, part: int, numbers: Tensor) -> None:
-        """Of the step that is under way."""
+        """Send a part of the step that is under way."""
         self._driver.reach("part", part=part, gradients=numbers)
         step, coding = self._driver.member.version + 1, self._coding_of(part)
         if numbers.device.type != "cuda":

@@ -74,7 +74,8 @@ def check_same_data(run: RunState, loader: Loader) -> None:
 
 
 def _terms(told: bytes) -> tuple[str, Fingerprint, dict[str, Any]]:
-    """What a worker says of its data; one of an older version, whose words a store has kept, said but the first."""
+    """Read what a worker says of its data; one of an older version, whose words a store has kept, said but the
+    first."""
     try:
         rows, data, training = json.loads(told)
     except ValueError:

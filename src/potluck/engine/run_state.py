@@ -1,4 +1,4 @@
-"""What a run knows of itself: what it is made of, where it stands, and what was decided.
+"""RunState: what a run is made of, where it stands, and what was decided.
 
 Everything here is the same on every worker, or is made so. Knows neither how a step is computed nor who keeps the run.
 """
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StepTally:
-    """What this worker has done of the step that is under way."""
+    """This worker's part of the step that is under way."""
 
     loss_sum: Tensor
     started: float
@@ -69,7 +69,7 @@ class StepTally:
 @dataclass(eq=False)
 class RunState:
     link: Link
-    """Of all workers; under a host, of the ranks that are this worker together."""
+    """Link of all workers; under a host, of the ranks that are this worker together."""
     device: torch.device
     config: StepConfig
     wanted: Wanted
@@ -83,7 +83,7 @@ class RunState:
     after_step: list[Callable[[], None]] = field(default_factory=list)
     after_agreement: list[Callable[[], None]] = field(default_factory=list)
     state: UserState = field(default_factory=UserState)
-    """What you want kept beside the model: saved, sent to newcomers, and restored by load()."""
+    """Values of the user's own, kept beside the model: saved, sent to newcomers, and restored by load()."""
 
     at: Position = field(default_factory=Position, init=False)
     """Where the run stands. seek(), advance() and agreed() move it, and nothing outside of this module does."""
@@ -94,26 +94,26 @@ class RunState:
     skipped_in_a_row: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     last_epoch: EpochDone | None = None
-    """What was proved of the last epoch: `last_epoch.sentence`."""
+    """The proof of the last epoch: `last_epoch.sentence`."""
     wants_stop: bool = False
     stopping: bool = False
     """Whether every worker has agreed to stop after the step that is done."""
 
     turns: Turns = field(default_factory=Turns)
-    """Of several optimizers, whose turn it is: each step of the run is one of them on the batch under way."""
+    """Whose turn it is of several optimizers: each step of the run is one of them on the batch under way."""
     replica: Replica | None = None
     names: tuple[str, ...] = ()
-    """Of all that the model's state_dict held before it was prepared."""
+    """Names of all that the model's state_dict held before it was prepared."""
     base: FrozenBase | None = None
-    """What of the model was frozen from the start, and is the same on every worker."""
+    """The part of the model that was frozen from the start, and is the same on every worker."""
     loader: Loader | None = None
     scheduled: Scheduled | None = None
     batch_norm: str | None = None
     """A layer of the whole model that takes means over rows, and so needs two of them at once."""
     unit: float = 1.0
-    """By which each gradient is multiplied, beside its samples: about one over the rows of a batch."""
+    """Factor of each gradient, beside its samples: about one over the rows of a batch."""
     scale: LossScale = field(init=False)
-    """Of fp16: by which each gradient is multiplied too."""
+    """Further factor of each gradient in fp16."""
     data: Fingerprint | None = None
     """A fingerprint of this worker's rows; None until it has been taken."""
     layout: str = ""
@@ -125,10 +125,10 @@ class RunState:
     """Puts back what the forward of a row that does not count has changed in buffers."""
 
     grid: Grid = field(init=False)
-    """Which worker holds which stage, for whose rows."""
+    """The grid: which worker holds which stage, for whose rows."""
     saves: Saves = field(init=False)
     kept: Kept = field(default_factory=Kept)
-    """What a checkpoint keeps of where the run stands, beside its position."""
+    """Pairs of save and load for what a checkpoint keeps of where the run stands, beside its position."""
     keeper: "StoreKeeper | None" = None
     """Where workers meet in a store: what is kept of this one there."""
     looks_with: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -195,7 +195,7 @@ class RunState:
 
     @property
     def steps_done(self) -> int:
-        """The same as step_number, except while after_step runs for each step of a window."""
+        """Steps of the run, as step_number, except while after_step runs for each step of a window."""
         return self.at.step
 
     @property
@@ -258,7 +258,7 @@ class RunState:
 
     @property
     def gradient_unit(self) -> float:
-        """What a gradient weighs for each sample where a host adds them up, until it is applied."""
+        """Weight of a gradient for each sample where a host adds them up, until it is applied."""
         return self.unit * self.scale.factor
 
     @property
@@ -337,7 +337,7 @@ class RunState:
                 group["lr"] = rate
 
     def _step_of_schedule(self, rows: int) -> int:
-        """Which step of the run that is, counted from 0: the one in which its rows end."""
+        """Return the step of the run, counted from 0, in which these rows end."""
         if self.loader is None:
             return self.step_number - 1
         row, size = self.loader.position.row, self.loader.batch.size

@@ -19,7 +19,7 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
     tensors: KeptTensors = {}
     loader = run.loader
     position = run.at
-    found = position.to_dict() | {
+    saved = position.to_dict() | {
         "rows_in_epoch": loader.rows if loader is not None else 0,
         "seed": loader.seed if loader is not None else 0,
         "batch": loader.batch.size if loader is not None else 0,
@@ -28,7 +28,7 @@ def take_position(run: RunState) -> tuple[Standing, KeptTensors]:
         "order": loader.order.digest(position.epoch, loader.seed) if loader is not None and position.row else "",
         "scheduler": None,
     }
-    return found | run.kept.save(tensors), tensors
+    return saved | run.kept.save(tensors), tensors
 
 
 def position_as_json(run: RunState) -> Standing:
@@ -71,7 +71,7 @@ def restore_position(run: RunState, standing: Standing) -> None:
 
 
 def _tell_of_changes(run: RunState, standing: Standing, loader: Loader) -> None:
-    """What is not as it was when this was saved: allowed, and said. Older checkpoints do not know all of it."""
+    """Say what is not as it was when this was saved: that is allowed. Older checkpoints do not know all of it."""
     step, changes = standing["step"], []
     where = differing_data(standing.get("data", {}), run.data or {}, ("the checkpoint's", "yours"))
     if where is not None:

@@ -51,7 +51,7 @@ class RunScheduler:
             self.scheduler.__class__ = self._plain_class
 
     def go_to(self, steps: int) -> None:
-        """As it is before step number `steps` of the run, counted from 0."""
+        """Set the scheduler as it is before step number `steps` of the run, counted from 0."""
         if steps < self.steps:
             self._put(self._window if self._window is not None and self._window.steps <= steps else self._first)
         while self.steps < steps:
@@ -70,7 +70,7 @@ class RunScheduler:
         self.go_to(steps)
 
     def save(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """As of the last agreement, as JSON; tensors in it go into `tensors`."""
+        """Save the state as of the last agreement, as JSON; tensors in it go into `tensors`."""
         look = self._window or self._look()
         return {
             "class": type(self.scheduler).__name__,
@@ -80,7 +80,8 @@ class RunScheduler:
         }
 
     def load(self, saved: dict[str, Any] | None, tensors: Tensors, steps: int) -> None:
-        """Of a checkpoint that has none, it stands where it would if it had been there from the start."""
+        """Load a state. For a checkpoint that has none, the scheduler stands where it would if it had been there from
+        the start."""
         self._window = None
         if saved is None:
             self._put(self._first)
@@ -163,12 +164,12 @@ class TurnSchedulers:
 
     def save(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         saved: dict[str, Any] = {}
-        found: dict[str, Tensor] = {}
+        tensors_of_turn: dict[str, Tensor] = {}
         for turn, each in self._each.items():
-            saved[turn] = each.save(found)
-            keys = {key: f"turn {turn}/{key}" for key in found}
-            tensors |= {keys[key]: tensor for key, tensor in found.items()}
-            found.clear()
+            saved[turn] = each.save(tensors_of_turn)
+            keys = {key: f"turn {turn}/{key}" for key in tensors_of_turn}
+            tensors |= {keys[key]: tensor for key, tensor in tensors_of_turn.items()}
+            tensors_of_turn.clear()
         return saved
 
     def load(self, saved: dict[str, Any] | None, tensors: Tensors, steps: int) -> None:
@@ -194,8 +195,8 @@ Scheduled = RunScheduler | TurnSchedulers
 
 
 def _without_steps(kind: type[LRScheduler]) -> type[LRScheduler]:
-    """Of a loop that steps it out of habit: once for each step of the run is enough. Not by an attribute of its own,
-    which a scheduler would save."""
+    """Make a class whose step() does nothing, for a loop that calls it out of habit: once for each step of the run is
+    enough. Not by an attribute of its own, which a scheduler would save."""
     own = {"step": lambda self, *told, **more: None, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), own)
 

@@ -70,7 +70,7 @@ class Seal:
                 raise ConfigError(SEALED)
 
     def forget(self) -> None:
-        """What is under it is of no use."""
+        """Drop the gradients under the seal: they are of no use."""
         self._kept = []
         for parameter, sealed in self._places:
             if parameter.grad is sealed:

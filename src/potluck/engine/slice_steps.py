@@ -205,7 +205,7 @@ class SliceSteps:
         self._send(SliceReport(self._step, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
 
     def _send_used(self) -> None:
-        """Which parameters the slices used is known when the last part is; so is how long they took."""
+        """Report which parameters the slices used, and how long they took: both are known when the last part is."""
         self._sender.synchronize()
         busy_s = time.perf_counter() - self._started
         self._driver.check_weights(in_step=True)  # before the last part, without which nothing is committed

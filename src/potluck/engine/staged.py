@@ -49,7 +49,7 @@ class _Micro:
 
 
 class _Work:
-    """What one stage computes of the micro-batches at hand."""
+    """The computation of one stage on the micro-batches at hand."""
 
     def __init__(self, stage: CutStage, replica: Replica) -> None:
         self._stage = stage
@@ -75,13 +75,13 @@ class _Work:
         assert loss_of is not None
         kept = nullcontext() if one.weight else replica.buffers_kept()
         with kept, replica.in_loss(), explain_single_rows(), autocast(replica.device, replica.config):
-            found = self._run(lambda: self._stage.run(loss_of, one.batch, received or None, seed=one.seed))
+            result = self._run(lambda: self._stage.run(loss_of, one.batch, received or None, seed=one.seed))
         if not self._stage.is_last:
-            return tuple(found)
+            return tuple(result)
         if self._looks is not None:
-            self._looks.add(found, one.batch, counts=bool(one.weight))
+            self._looks.add(result, one.batch, counts=bool(one.weight))
             return ()
-        loss, samples = loss_and_samples(found, one.batch)
+        loss, samples = loss_and_samples(result, one.batch)
         loss, samples = in_float32(loss), samples * one.weight
         if not samples:  # a mean over nothing is not a number, and weighs nothing
             return ()

@@ -10,7 +10,7 @@ from torch import Tensor
 ROW_BYTES = 4096
 
 ROW_WORDS = ROW_BYTES // 8
-"""Of a tensor's digest."""
+"""Words of a row of a tensor's digest."""
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -40,7 +40,8 @@ def join(sums: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def digest_sums(tensor: Tensor) -> Tensor:
-    """What a tensor's digest is of: its words are laid out in rows, and each row and each column is added up.
+    """Compute the sums that a tensor's digest is of: its words are laid out in rows, and each row and each column is
+    added up.
 
     Sums of integers, so that it runs at the speed of memory, where the tensor is, and is the same in any order. Words
     that changed so that their row's sum stayed lie in several columns, whose sums then did not.
@@ -50,15 +51,15 @@ def digest_sums(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def digest_sums_of_piece(numbers: Tensor, start: int, size: int) -> Tensor:
-    """What some numbers of a tensor of that size, laid flat, add to its sums."""
+    """Return what some numbers of a tensor of that size, laid flat, add to its sums."""
     at = start * numbers.itemsize
     first, count = at // ROW_BYTES, -(-size * numbers.itemsize // ROW_BYTES)
-    found = torch.zeros(count + ROW_WORDS, dtype=torch.int64, device=numbers.device)
+    sums = torch.zeros(count + ROW_WORDS, dtype=torch.int64, device=numbers.device)
     padded = F.pad(_bytes(numbers), (at - first * ROW_BYTES, 0)) if numbers.numel() else _bytes(numbers)
     rows = _row_sums(padded)
-    found[first : first + len(rows)] = rows
-    found[count:] = _column_sums(padded)
-    return found
+    sums[first : first + len(rows)] = rows
+    sums[count:] = _column_sums(padded)
+    return sums
 
 
 def _row_sums(tensor: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class WindowDelta:
 
     @property
     def runs(self) -> list[Sequence[FlatRun]]:
-        """What this rank holds of the replica, in the pieces in which it travels."""
+        """The runs that this rank holds of the replica, in the pieces in which they travel."""
         return [flat.runs for flat in self._flats]
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class WindowDelta:
         self.is_agreed = False
 
     def exact(self) -> bytes:
-        """What the part changed in buffers that have no mean. Before end()."""
+        """Return what the part changed in buffers that have no mean. Call it before end()."""
         return self._buffers.for_host(self._agreed_buffers, 0.0)[1]
 
     @torch.no_grad()
@@ -132,7 +132,8 @@ class WindowDelta:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """What each replica keeps for the next mean becomes the same everywhere. Over a link, on every rank alike."""
+        """Make what each replica keeps for the next mean the same everywhere. Over a link, call it on every rank
+        alike."""
         self._mean.settle()
 
     def _take(self, flat: FlatBuffer, mean: Tensor, drift: Drift) -> None:
@@ -162,7 +163,7 @@ class WindowDelta:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """What was computed since the last agreement is of no use: the model is again as it was."""
+        """Forget what was computed since the last agreement: the model is again as it was."""
         if not self.is_agreed:
             self._go_back()
         if self.is_pending:
