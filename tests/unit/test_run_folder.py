@@ -210,7 +210,7 @@ def test_a_new_run_takes_no_folder_of_a_host_that_has_not_saved_yet(tmp_path: Pa
     from potluck.train.arguments import TrainArgs
     from potluck.train.recipe import RunConfig, _run_folder
 
-    alone: Any = SimpleNamespace(rank=0, run=SimpleNamespace(is_restored=False, recovery=None))
+    alone: Any = SimpleNamespace(rank=0, is_restored=False)
 
     with hosting(order()):
         pass
