@@ -21,7 +21,7 @@ from potluck.sharding.absent import own_state
 @dataclass(frozen=True, slots=True)
 class FrozenBase:
     hashes: Mapping[str, str]
-    """Of each entry of the model's state_dict that is part of it, by name."""
+    """Hash of each entry of the model's state_dict that is part of it, by name."""
     owners: Mapping[str, str]
     """By the same names: the parameter that the entry is, by its first name; or that it belongs to, as what a quantised
     weight is scaled by."""
@@ -31,7 +31,7 @@ class FrozenBase:
     """Whether its tensors could travel: those of a class of their own cannot."""
 
     def hash_of(self, names: Collection[str]) -> str:
-        """Of these entries together."""
+        """Hash these entries together."""
         chosen = [[name, self.hashes[name]] for name in sorted(names)]
         return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()[:32]
 
@@ -44,13 +44,13 @@ class FrozenBase:
         return frozenset(name for name, owner in self.owners.items() if owner not in moved)
 
     def tell(self, names: Collection[str]) -> dict[str, str | int]:
-        """What a checkpoint says of what it leaves out."""
+        """Return what a checkpoint says of what it leaves out."""
         size = sum(self.sizes[name] for name in names)
         return {"hash": self.hash_of(names), "tensors": len(names), "bytes": size}
 
 
 def find_base(model: nn.Module) -> FrozenBase | None:
-    """As it is now, before the model is placed, split or cut."""
+    """Find the frozen base as it is now, before the model is placed, split or cut."""
     trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     state, owners = own_state(model), _owners(model)
     parts = {name: list(plain_tensors(state[name])) for name in owners}
@@ -66,7 +66,8 @@ def find_base(model: nn.Module) -> FrozenBase | None:
 
 
 def agree_on_base(link: Link, base: FrozenBase | None, notice: Callable[[str], None]) -> FrozenBase | None:
-    """The same on every worker; none where they differ, and so have to be told each other's. A collective."""
+    """Return the base if it is the same on every worker; None where they differ, and so have to be told each other's. A
+    collective."""
     if link.world == 1:
         return base
     told = link.gather_bytes((base.hash if base is not None else "").encode())
@@ -101,7 +102,7 @@ def _hash(whole: Tensor, parts: list[Tensor]) -> str:
 
 
 def _owners(model: nn.Module) -> dict[str, str]:
-    """Of each entry of the state_dict that is frozen: the first name of its parameter."""
+    """Map each entry of the state_dict that is frozen to the first name of its parameter."""
     first: dict[int, str] = {}
     owners: dict[str, str] = {}
     trained: set[str] = set()
@@ -120,7 +121,8 @@ def _owners(model: nn.Module) -> dict[str, str]:
 
 
 def _owner_of_extra(name: str, owners: Mapping[str, str], trained: Collection[str]) -> str | None:
-    """Of what a layer adds to its state_dict: the frozen weight it is named after, or one of a layer without others."""
+    """Find the owner of what a layer adds to its state_dict: the frozen weight it is named after, or one of a layer
+    without others."""
     above = name
     while above := above.rpartition(".")[0]:
         if above in owners:

@@ -1,4 +1,4 @@
-"""What a model must be like to be prepared: its numbers its own, and its shapes the same on every worker."""
+"""Checks what prepare() needs of a model: its numbers are its own, and its shapes the same on every worker."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from potluck.sharding.runs import sparse_gradient
 
 
 def check_model(model: nn.Module) -> None:
-    """Of a whole model: a stage of it may have nothing that is trained."""
+    """Check a whole model: a stage of it may have nothing that is trained."""
     check_own_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("The model has no parameter that requires a gradient, so there is nothing to train.")

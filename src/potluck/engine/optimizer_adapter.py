@@ -17,7 +17,7 @@ from potluck.sharding.united_optimizers import TurnOptimizer, each_of
 
 
 class OptimizerAdapter:
-    """What a loop of plain PyTorch calls out of habit does no harm, or is refused with what to call instead."""
+    """Makes what a loop of plain PyTorch calls out of habit harmless, or refuses it with what to call instead."""
 
     def __init__(self, optimizer: Optimizer, turns: Turns, takes: Callable[[Sequence[nn.Parameter]], bool]) -> None:
         """`takes`: whether a group of these parameters may be added now."""
@@ -146,7 +146,7 @@ class HostCopies:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """What changed the parameters before counts, such as an average; what changes the copies changes them."""
+        """Copy parameters into their copies before, so that changes such as an average count, and back afterwards."""
         with torch.no_grad():
             for own, twin in self._twins:
                 twin.copy_(own)

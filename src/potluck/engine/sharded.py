@@ -149,7 +149,7 @@ class ShardedReplica(Replica):
         return [run for run in self.sharded.runs if run.span.name in names]
 
     def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:
-        """Of the whole replica, as of one that is not split: each rank adds what its numbers come to."""
+        """Hash the whole replica, as one that is not split: each rank adds what its numbers come to."""
         found = self.quick_digest(agreed, buffers)
         return hash_sums([found]), found
 

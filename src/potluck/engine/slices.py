@@ -90,7 +90,8 @@ class PartSums:
 
 
 class Gradients(Protocol):
-    """Of one replica, in the parts in which they travel: where a slice's comes from, and where the mean goes."""
+    """Gradients of one replica, in the parts in which they travel: where a slice's comes from, and where the mean
+    goes."""
 
     parts: list[PartSums]
     """In the order in which the backward completes them."""
@@ -111,17 +112,17 @@ class Gradients(Protocol):
         """After a slice's last backward: calls on_part for what is left."""
 
     def used_bits(self) -> bytes:
-        """Which parameters any slice of this work has used, in the model's order."""
+        """Return which parameters any slice of this work has used, in the model's order."""
 
     def collect(self, index: int, numbers: Tensor) -> Tensor | None:
-        """What is sent of a part, from what is here of it; none if another rank sends it."""
+        """Collect what is sent of a part, from what is here of it; None if another rank sends it."""
 
     def load(self, means: Sequence[Tensor], used: bytes) -> float:
         """The averages become the gradient that a step applies; what nobody used has none. Its norm."""
 
 
 class WholeGradients:
-    """Of a replica that this process has all of. Parts leave one by one while the backward still runs."""
+    """Gradients of a replica that this process has all of. Parts leave one by one while the backward still runs."""
 
     def __init__(self, replica: Replica, allocate: Allocate | None = None, coding: Coding | None = None) -> None:
         """`allocate`: makes tensors in the memory that their sender prefers. `coding`: how parts travel."""
@@ -281,14 +282,14 @@ class SliceSums:
         return self._gradients.load(means, used)
 
     def apply_buffers(self, means: Sequence[Tensor], exact: bytes) -> None:
-        """What the whole step changed in the buffers: the mean over its samples, where it has one."""
+        """Apply what the whole step changed in the buffers: the mean over its samples, where it has one."""
         if len(self._buffers):
             self._buffers.apply_from_host(self._before or self._buffers.copy(), means[-1], exact)
         self._before = []
 
     @property
     def agreed_buffers(self) -> list[Tensor]:
-        """As of the last step, also while slices move those of the model."""
+        """Return the buffers as of the last step, also while slices move those of the model."""
         return self._before or self._buffers.now()
 
     def restore_buffers(self) -> None:
@@ -347,12 +348,13 @@ def as_bits(flags: Sequence[bool]) -> bytes:
 
 
 def is_set(bits: bytes, index: int) -> bool:
-    """What nobody told of is."""
+    """Tell whether a bit is set; one that nobody told of is."""
     return index // 8 >= len(bits) or bool(bits[index // 8] >> (index % 8) & 1)
 
 
 def check_float32(trained: Sequence[Tensor | Spec]) -> None:
-    """Of bf16 there are masters, unless the model is split over ranks (masters.py)."""
+    """Check that trained parameters are float32. For bf16 there are masters, unless the model is split over ranks
+    (masters.py)."""
     wrong = next((p.dtype for p in trained if p.dtype != torch.float32), None)
     if wrong is not None:
         what = f"{wrong}".removeprefix("torch.")
@@ -418,7 +420,8 @@ def describe_model(model: nn.Module, split: Mapping[str, Spec] | None = None) ->
 
 
 def state_specs(model: nn.Module, split: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
-    """Of all that a model's state holds. `split`: of these the type is known, and it may be gathered in another."""
+    """Describe all that a model's state holds. `split`: the dtype of these is known, and they may be gathered in
+    another."""
     named = dict(model.named_parameters())
     types = {id(named[name]): spec.dtype for name, spec in (split or {}).items()}
     return {

@@ -80,7 +80,7 @@ class SplitGradients:
         self._used = set()
 
     def start_slice(self) -> None:
-        """What the slice before has left is added up, and dropped."""
+        """Add up what the slice before has left, and drop it."""
 
     def arm(self, *, communicate: bool) -> None:
         """The replica is armed itself."""

@@ -107,7 +107,7 @@ class Steps:
         return self._end(event, reports)
 
     def _step_ahead(self, replica: Replica, busy_s: float) -> StepDone | StepSkipped:
-        """As step(), with the decision reached on the GPU, which has its next work before we know of it."""
+        """Step as step() does, with the decision reached on the GPU, which has its next work before we know of it."""
         run, tally, per = self._run, self._run.tally, self._run.samples_per_gradient
         replica.finish()
         run.advance(tally.rows)
@@ -126,7 +126,7 @@ class Steps:
         return self._end(self._apply(reports, decision, busy_s, is_done=not was_bad), reports)
 
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
-        """What this worker says of the step, and hears from all, while the sums are under way."""
+        """Tell all workers of this worker's step, and hear from all, while the sums are under way."""
         busy_s, send_s = self._run.prepared().times(busy_s, self._optimizer_s)
         mine = report_of(self._run, busy_s, waited_s=self._waited_s, loss_sum=loss_sum, send_s=send_s)
         return self._run.link.start_gather(mine)

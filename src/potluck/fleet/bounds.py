@@ -1,4 +1,4 @@
-"""What an honest worker's message can say: figures and texts beyond that are refused before anything is kept. Pure.
+"""Bounds what a worker's message may say: figures and texts beyond are refused before anything is kept. Pure.
 
 So nothing that the coordinator keeps grows with what a peer merely claims, and no sum of figures leaves the floats.
 """
@@ -31,11 +31,11 @@ MOST_NAME, MOST_TEXT = 255, 4096
 MOST_WRITTEN = 1000
 """Characters of what the model writes."""
 MOST_NAMES = 1 << 13
-"""Of an evaluation's figures, together."""
+"""The most letters of an evaluation's names of figures, together."""
 MOST_HEADER = 1 << 16
-"""Of a parcel: 64 names and sizes are far shorter."""
+"""The most letters of a parcel's header: 64 names and sizes are far shorter."""
 LEAST_BUSY_S, MOST_BUSY_S = 1e-6, 1e9
-"""Of one piece of work: speeds are quotients of these, and shares are quotients of speeds."""
+"""Bounds of the seconds for one piece of work: speeds are quotients of these, and shares are quotients of speeds."""
 
 
 _MOST: dict[type[Message], dict[str, int]] = {

@@ -68,7 +68,8 @@ LEGAL: dict[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.CATCHING_UP: _INSIDE,  # it may not know yet that its weights will be replaced
     WorkerPhase.READY: _INSIDE,
 }
-"""What a worker of ours may send. Gradients are not listed: the server takes them only where they were asked for."""
+"""Messages that a worker of ours may send in each phase. Gradients are not listed: the server takes them only where
+they were asked for."""
 
 
 class Coordinator(CoordinatorState):

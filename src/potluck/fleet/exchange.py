@@ -52,7 +52,7 @@ class ExpectedPayloads:
     nodes: tuple[Node, ...]
     weights: tuple[float, ...]
     parts: tuple[int, ...]
-    """Those that travel in this step, in order."""
+    """Parts that travel in this step, in order."""
     at: int = 0
     came: set[int] = field(default_factory=set)
     useless: set[Node] = field(default_factory=set)
@@ -67,7 +67,7 @@ class Outgoing:
     part: int = -1
     credit: tuple[int, int] | None = None
     raw: bytes = b""
-    """What the lobby had yet to send."""
+    """Bytes that the lobby had yet to send."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -117,7 +117,7 @@ class PeerConnection(Connection):
             self.change.notify()
 
     def _send_now(self, out: Outgoing) -> bytes | None:
-        """What a worker waits for need not wait for a turn of the thread that writes.
+        """Send what a worker waits for at once, without a turn of the thread that writes.
 
         Returns what the system did not take; none: all of it is for that thread.
         """
@@ -157,7 +157,8 @@ class PeerConnection(Connection):
             self.slot.revoked = True
 
     def forget_all_but(self, step: int) -> None:
-        """Of a step that is begun anew, what was asked for before may still come, and comes first."""
+        """Forget payloads of other steps; what was asked for of this one, which is begun again, may still come, and
+        comes first."""
         self.expected = deque(asked for asked in self.expected if asked.step == step)
         for asked in self.expected:
             asked.useless.update(asked.nodes)
@@ -234,7 +235,7 @@ class Exchange:
         self._parts = {True: whole, False: tuple(part for part in whole if part not in self._moments)}
 
     def do(self, effect: Effect) -> None:
-        """What the coordinator decides of gradients. Under the lock, as all effects are."""
+        """Carry out an effect that concerns gradients. Call it under the lock, as for all effects."""
         match effect:
             case effects.Expect() if (connection := self.connections.get(effect.peer)) is not None:
                 connection.expected.append(

@@ -9,7 +9,7 @@ from enum import Enum, auto
 from potluck.fleet.tree import Node
 
 Look = tuple[int, int, int]
-"""What is evaluated: (step, rows, rows of a range). A worker that names another set looks at it alone."""
+"""An evaluation: (step, rows, rows of a range). A worker that names another set evaluates it alone."""
 
 Call = tuple[int, int]
 """A gathering: (step, how many there were at that step before it)."""
@@ -89,28 +89,28 @@ class WorkerRecord:
     speed: float | None = None
     """Slices per second, smoothed."""
     nodes: list[Node] = field(default_factory=list)
-    """What it has been given of the step under way, and has not wholly sent."""
+    """Nodes of the step under way that it has been given, and has not wholly sent."""
     reported: set[int] = field(default_factory=set)
     """Slices of that whose samples and loss it has told."""
     busy_s: float = 0.0
     working_since: float = 0.0
     evaluating: tuple[Look, int, int] | None = None
-    """What it evaluates, the first row, and the last + 1."""
+    """The evaluation that it works on, the first row, and the last + 1."""
     evaluating_since: float = 0.0
     looks: tuple[int, int] = (0, 0)
     """(step, how many sets it began to look at there)"""
     gathering: Call | None = None
-    """What it has given a value for, and waits for."""
+    """The gathering for which it has given a value, and waits."""
     gathered: Call = (-1, -1)
     """The last one that it gave a value for."""
     assigned: int = 0
-    """Of a plain peer: the last step in which it was given rows. It bears one assignment a step."""
+    """For a plain peer, the last step in which it was given rows. It bears one assignment a step."""
     relieved: int = 0
     """The last step in which its slices were given to others. It gets no work before it has applied that step."""
     relieved_amount: float = 0.0
-    """What was taken from it, as its speed is measured."""
+    """Amount of work that was taken from it, as its speed is measured."""
     relieved_of: str = ""
-    """What it was doing when that happened."""
+    """Phase that it was in when that happened."""
     leaving: bool = False
     goodbye: str = ""
     """Why it leaves, as it said itself."""
@@ -132,7 +132,7 @@ class WorkerRecord:
 
     @property
     def is_computing(self) -> bool:
-        """Of what it was given, something is not reported yet."""
+        """Whether some of its work is not reported yet."""
         return not all(self.reported.issuperset(range(*node)) for node in self.nodes)
 
     def hear(self, at: float) -> None:
@@ -155,7 +155,7 @@ class WorkerRecord:
             self.speed = speed if self.speed is None else 0.7 * self.speed + 0.3 * speed
 
     def doing(self, committed: int) -> str:
-        """What it is doing, for a person who waits for it."""
+        """Say what it is doing, for a person who waits for it."""
         if self.is_relieved:  # the others are further by now
             return self.relieved_of
         if self.phase is WorkerPhase.GREETED:
@@ -219,7 +219,7 @@ class Membership:
 
     @property
     def inside(self) -> list[WorkerRecord]:
-        """Those who are ready, or about to be: all but the greeted."""
+        """Members that are ready, or about to be: all but the greeted."""
         return self._find()[2]
 
     def _find(self) -> tuple[int, list[WorkerRecord], list[WorkerRecord]]:
@@ -233,7 +233,7 @@ class Membership:
 
     @property
     def holders(self) -> list[WorkerRecord]:
-        """Those who can give the run's weights to others."""
+        """Members that can give the run's weights to others."""
         return [member for member in self.ready if not member.plain]
 
     def late(self, now: float, patience_s: float) -> list[WorkerRecord]:

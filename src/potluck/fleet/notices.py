@@ -1,4 +1,4 @@
-"""What a person is told once of a run that else would stand still, or show something else than it seems to. Pure."""
+"""Tells a person once of a run that else would stand still, or show something else than it seems to. Pure."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the next step consists of, and who computes which part of it: from what workers told of the last ones. Pure."""
+"""Plans the next step, and who computes which part of it, from what workers told of the last ones. Pure."""
 
 import math
 from collections.abc import Collection
@@ -30,7 +30,7 @@ class Slice:
 
 @dataclass(kw_only=True)
 class StepPlan:
-    """What a step consists of, and who computes it. Where workers step by themselves, it is a window."""
+    """The plan of a step, and of who computes it. Where workers step by themselves, it is a window."""
 
     step: int
     epoch: int
@@ -88,7 +88,7 @@ class StepUnderWay(StepPlan):
     Until then that stays, so that a step never lacks a report."""
     used: bytearray = field(default_factory=bytearray)
     buffers: bytes = b""
-    """What the first slice changed in buffers that have no mean, as the first who computed it told."""
+    """Changes of the first slice to buffers that have no mean, as the first who computed it told."""
     overflowed: bool = False
     """Whether somebody's gradient had no room in fp16."""
     busy: dict[int, float] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class StepUnderWay(StepPlan):
     samples: float = 0.0
 
     def note_used(self, bits: bytes) -> None:
-        """Which parameters somebody's slices gave a gradient to."""
+        """Note the parameters that somebody's slices gave a gradient to."""
         if len(self.used) < len(bits):
             self.used.extend(bytes(len(bits) - len(self.used)))
         for index, byte in enumerate(bits):
@@ -129,7 +129,7 @@ class StepUnderWay(StepPlan):
 
     @property
     def is_reported(self) -> bool:
-        """Of every slice somebody has told its samples and its loss."""
+        """Whether somebody has told the samples and the loss of every slice."""
         return len(self.reports) >= self.slices
 
 
@@ -255,8 +255,8 @@ class StepPlanner:
         )
 
     def measure(self, under: StepUnderWay) -> None:
-        """What the next window is planned by. How long the last took to be applied is known only now, and so counts
-        here: the next is handed out before this one is applied."""
+        """Learn what the next window is planned by. How long the last took to be applied is known only now, and so
+        counts here: the next is handed out before this one is applied."""
         assert under.decision is not None
         (self._measure_step if under.decision.together else self._measure_window)(under)
         if under.decision.together or self._run.described.moments:

@@ -57,7 +57,7 @@ OnSaved = Callable[[int, str, str, int, bool], None]
 
 
 class Saver(Protocol):
-    """What keeps checkpoints on the host's disk, and finds them again."""
+    """Keeps checkpoints on the host's disk, and finds them again."""
 
     def begin(self, step: int, header: str, keep_last: int, on_saved: OnSaved) -> None: ...
     def feed(self, data: bytes | memoryview, taken: Callable[[], None]) -> None: ...
@@ -125,7 +125,7 @@ class Server:
         self._base = BaseSender(BaseFolder(folder), self._lobby.send)
 
     def show_watchers(self, events: Path, now: Path) -> None:
-        """What those are told who only watch: these files, as they grow. Before start()."""
+        """Set the files that those are told who only watch, as they grow. Call it before start()."""
         self._told_in = events, now
 
     def wait(self, timeout_s: float | None = None) -> effects.Finish | None:
@@ -162,7 +162,7 @@ class Server:
         self._act("fail", sentence)
 
     def order(self, action: str, worker: int | None) -> None:
-        """What a person wants who may have it."""
+        """Carry out an order of a person who may give it."""
         self._act("order", action, worker)
 
     def now(self) -> dict[str, Any]:
@@ -368,7 +368,8 @@ class Server:
 
 
 def _tell(call: Callable[[], None]) -> None:
-    """What a person is shown must not end the run, whatever text or figure a peer has sent; a full disk may."""
+    """Call what shows something to a person: it must not end the run, whatever text or figure a peer has sent; a full
+    disk may."""
     try:
         call()
     except (ValueError, TypeError, ArithmeticError, LookupError):

@@ -38,7 +38,7 @@ from potluck.fleet.tree import Node, cover, decide_quotas, tell_slices
 from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
 
 LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
-"""What a slice may report: beyond these, sums of them would overflow or vanish."""
+"""Bounds of what a slice may report: beyond these, sums of them would overflow or vanish."""
 
 
 class StepDispatcher:
@@ -92,7 +92,7 @@ class StepDispatcher:
         return self.start()
 
     def _working(self, step: int) -> list[WorkerRecord]:
-        """Those who can be given something of that step."""
+        """List the workers that can be given something of that step."""
         able = [m for m in self._run.membership.ready if not m.leaving and m.since <= step and not m.is_relieved]
         return [m for m in able if not (m.plain and m.assigned >= step)]  # the step is begun anew
 

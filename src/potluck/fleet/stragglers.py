@@ -53,8 +53,8 @@ class Stragglers:
         return member.gathering is not None and not self.run.is_silent(member)
 
     def relieve(self) -> list[Effect]:
-        """What a worker owes and does not deliver is given to those who have nothing left to do, before patience is
-        over where it is silent. It stays in, and is given work again once it has applied the step."""
+        """Give what a worker owes and does not deliver to those who have nothing left to do, before patience is over
+        where it is silent. It stays in, and is given work again once it has applied the step."""
         under, holders = self.rounds.now, self.run.membership.holders
         if under is None:
             return []
@@ -76,8 +76,8 @@ class Stragglers:
         return member.is_computing or (bool(member.nodes) and self.run.is_silent(member))
 
     def part_with_silent(self, receivers: set[int]) -> list[Effect]:
-        """Whoever is silent and has not taken the averages of the step before keeps this one from being finished. It is
-        parted from, if another goes on, and gets the weights when it comes back: to keep averages for it would take
+        """Part with a silent worker that has not taken the averages of the step before, since it keeps this one from
+        being finished: if another goes on. It gets the weights when it comes back: to keep averages for it would take
         memory without a bound."""
         run, effects = self.run, list[Effect]()
         for peer in sorted(receivers):
@@ -111,7 +111,7 @@ class Stragglers:
         return self._amount(member) / speed if speed else None
 
     def _amount(self, member: WorkerRecord) -> float:
-        """What it has yet to deliver."""
+        """Count what it has yet to deliver."""
         under = self.rounds.now
         return under.amount(slices_of(member.nodes)) if under is not None else 0.0
 

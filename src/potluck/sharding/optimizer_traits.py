@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerTraits:
     steps: Literal["numbers", "parameters", "nothing apart"]
-    """What it treats by itself: each number of a parameter, each parameter, or neither."""
+    """Tells what the optimizer treats by itself: each number of a parameter, each parameter, or neither."""
     why: str = ""
     """Why neither, as part of a sentence."""
     first: frozenset[str] = frozenset()

@@ -20,7 +20,7 @@ LIBRARIES = {
     "trackio": "trackio",
     "otel": "opentelemetry.sdk",
 }
-"""What each tracker imports, by its name, which is also that of its extra."""
+"""The module that each tracker imports, by its name, which is also that of its extra."""
 PROJECT = "potluck"
 """Project in which runs are kept together, unless the tracker's own variable says otherwise."""
 
