@@ -6,16 +6,17 @@ trained is no base: it is saved with the rest, as are buffers, and parameters th
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from potluck.engine.weight_hash import digest
+from potluck.engine.weight_hash import digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link
 from potluck.sharding.absent import own_state
+from potluck.sharding.runs import FlatRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,15 @@ class FrozenBase:
         """Return what a checkpoint says of what it leaves out."""
         size = sum(self.sizes[name] for name in names)
         return {"hash": self.hash_of(names), "tensors": len(names), "bytes": size}
+
+
+def glance_at(base: FrozenBase, held: Mapping[str, Sequence[FlatRun]]) -> dict[str, Tensor]:
+    """Sums of what a rank holds of the base, by a parameter's name: they change with any bit of it."""
+    return {
+        name: quick_digest(part for run in runs for part in plain_tensors(run.parameter.detach()))
+        for name, runs in held.items()
+        if name in base.hashes
+    }
 
 
 def find_base(model: nn.Module) -> FrozenBase | None:

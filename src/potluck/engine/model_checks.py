@@ -1,16 +1,19 @@
 """Checks what prepare() needs of a model: its numbers are its own, and its shapes the same on every worker."""
 
 import json
+from collections.abc import Container
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer
 
 from potluck.engine.buffers import is_expanded
 from potluck.errors import ConfigError
 from potluck.link.link import Link
 from potluck.sharding.absent import own_state
 from potluck.sharding.runs import sparse_gradient
+from potluck.sharding.united_optimizers import each_of
 
 
 def check_model(model: nn.Module) -> None:
@@ -37,6 +40,19 @@ def check_dense(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ConfigError(sparse_gradient(f"{name}.weight".lstrip(".")))
+
+
+def check_optimizer(optimizer: Optimizer, names: Container[int]) -> None:
+    """Refuses an optimizer of another model's parameters, and one that a step cannot step. `names`: ids of ours."""
+    if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "The optimizer holds a parameter that is not one of the model's. Make the optimizer from"
+            " model.parameters() of the model that you pass here. If it is a loss function's, such as a learned"
+            " temperature, pass both: model, criterion = prepare([model, criterion], optimizer, ...)[0]; a bare"
+            " nn.Parameter as nn.ParameterList([parameter])."
+        )
+    if any(isinstance(each, LBFGS) for each in each_of(optimizer)):
+        raise ConfigError("LBFGS evaluates the loss many times within one step, which step() cannot do.")
 
 
 def check_own_memory(model: nn.Module) -> None:

@@ -19,10 +19,19 @@ from potluck.sharding.united_optimizers import TurnOptimizer, each_of
 class OptimizerAdapter:
     """Makes what a loop of plain PyTorch calls out of habit harmless, or refuses it with what to call instead."""
 
-    def __init__(self, optimizer: Optimizer, turns: Turns, takes: Callable[[Sequence[nn.Parameter]], bool]) -> None:
-        """`takes`: whether a group of these parameters may be added now."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        turns: Turns,
+        names: dict[int, str],
+        takes: Callable[[Sequence[nn.Parameter]], bool],
+    ) -> None:
+        """`names`: by a parameter's id. `takes`: whether a group of these parameters may be added now."""
         self.optimizer = optimizer
         self._turns, self._takes = turns, takes
+        each_turn = optimizer.each if isinstance(optimizer, TurnOptimizer) else []
+        groups = [[p for group in each.param_groups for p in group["params"]] for each in each_turn]
+        self._of_turns = [frozenset(names.get(id(p), "") for p in parameters) for parameters in groups]
         self._copies: HostCopies | None = None
         self._is_stepping = self._is_released = False
         self.on_own_step: Callable[[], Any] = self._refuse_own_step
@@ -47,6 +56,11 @@ class OptimizerAdapter:
         if self._copies is not None:
             self._copies.release()
             self._copies = None
+
+    def steps_now(self, name: str) -> bool:
+        """Whether this parameter is one of the optimizer whose turn it is. Of the others, gradients are dropped: they
+        count neither in the norm nor for the step."""
+        return self._turns.count == 1 or name in self._of_turns[self._turns.now]
 
     def offload(self, names: dict[int, str]) -> None:
         """From now on it steps copies of the parameters in host memory. `names`: by id; those of copies are added."""

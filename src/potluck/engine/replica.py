@@ -5,7 +5,7 @@ Knows how a step is computed, and nothing of data, schedules or files.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
 from potluck.engine.buckets import GradBuckets
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.frozen_base import FrozenBase, plain_tensors
+from potluck.engine.frozen_base import FrozenBase, glance_at
 from potluck.engine.look_sums import LookSums
 from potluck.engine.losses import LossFunction, loss_and_samples
-from potluck.engine.model_checks import check_own_memory, check_same_model
+from potluck.engine.model_checks import check_optimizer, check_own_memory, check_same_model
 from potluck.engine.optimizer_adapter import OptimizerAdapter
 from potluck.engine.outer_state import OuterState
 from potluck.engine.seal import Seal
@@ -38,13 +38,13 @@ from potluck.sharding.runs import (
     FlatRun,
     Span,
     can_skip,
+    dense_gradient,
     held_bytes,
     scaling,
     state_at,
     step_unless,
     total_norm,
 )
-from potluck.sharding.united_optimizers import TurnOptimizer, each_of
 
 if TYPE_CHECKING:
     from potluck.engine.run_state import StepTally
@@ -88,14 +88,6 @@ class Replica:
 
     is_whole = True
     """Whether this worker has all layers, if perhaps parts of their numbers."""
-    in_step = False
-    """Whether every rank has to run as many backwards as the others."""
-    gathers = False
-    """Whether they wait for each other in every layer."""
-
-    steps_whole = False
-    """Whether what the optimizer keeps of some parameters lies with one of the ranks that split them."""
-
     tied_names: Set[str] = frozenset()
     """Parameters that other stages have too: where one of them has used it, all have its gradient."""
     used_in_stages: Set[str] = frozenset()
@@ -135,38 +127,42 @@ class Replica:
         self.base = base
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._turns, self._of_turns = turns or Turns(), self._find_turns()
-        self._check()
+        self._turns = turns or Turns()
+        check_own_memory(model)
+        check_optimizer(optimizer, self.names)
         self._buffers = SavedBuffers(model)
         self._place()
         self._same_start()
         self._switch_on()
         model.zero_grad()  # what a backward before prepare() has left would have been dropped before the first step
         self.outer = OuterState(optimizer, self.names)
-        self.adapter = OptimizerAdapter(optimizer, self._turns, self._takes_group)
+        self.adapter = OptimizerAdapter(optimizer, self._turns, self.names, self._takes_group)
         self.on_close = ExitStack()
         """Gives other people's objects back as they were: see patches.py."""
         self._buckets: GradBuckets | None = None
         self._prepare_sums()
         self._trained_ids = {id(parameter) for parameter in self.trained}
-        self._frozen: list[nn.Parameter] | None = None
-        """As the first backward finds them."""
+        self._frozen: list[nn.Parameter] | None = None if self.sharded is None else []
+        """As the first backward finds them. Those of a split model are others while it computes."""
         self._seal = Seal(self.trained)
         self.remember_buffers()
         self._base_before = self._glance_at_base()
         self._is_armed_for_last = False
 
-    def _find_turns(self) -> list[frozenset[str]]:
-        """By turn: the names of the parameters that its optimizer steps. Before anything is split."""
-        if not isinstance(self.optimizer, TurnOptimizer):
-            return [frozenset()]
-        groups = [[p for group in each.param_groups for p in group["params"]] for each in self.optimizer.each]
-        return [frozenset(self.names.get(id(p), "") for p in parameters) for parameters in groups]
+    @property
+    def in_step(self) -> bool:
+        """Whether every rank has to run as many backwards as the others."""
+        return self.sharded is not None and self.sharded.in_step
 
-    def steps_now(self, name: str) -> bool:
-        """Whether this parameter is one of the optimizer whose turn it is. Of the others, gradients are dropped: they
-        count neither in the norm nor for the step."""
-        return self._turns.count == 1 or name in self._of_turns[self._turns.now]
+    @property
+    def gathers(self) -> bool:
+        """Whether they wait for each other in every layer."""
+        return self.sharded is not None and self.sharded.gathers
+
+    @property
+    def steps_whole(self) -> bool:
+        """Whether what the optimizer keeps of some parameters lies with one of the ranks that split them."""
+        return self.sharded is not None and self.sharded.whole_steps is not None
 
     def _place(self) -> None:
         """The model, and what its optimizer knows already: of its constructor, as Adagrad, or loaded."""
@@ -267,13 +263,7 @@ class Replica:
         return {name for name, before in self._base_before.items() if not torch.equal(before, now[name])}
 
     def _glance_at_base(self) -> dict[str, Tensor]:
-        if self.base is None:
-            return {}
-        return {
-            name: quick_digest(part for run in runs for part in plain_tensors(run.parameter.detach()))
-            for name, runs in self.held().items()
-            if self.is_base(name)
-        }
+        return glance_at(self.base, self.held()) if self.base is not None else {}
 
     def before_parts_are_used(self) -> None:
         """Call it before reading or changing what is held, where a loop may have written into parameters since the last
@@ -282,9 +272,13 @@ class Replica:
     def on_parts_written(self) -> None:
         """Call it after writing into what is held."""
 
-    def optimizer_writes(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def optimizer_writes(self) -> Iterator[None]:
         """Around anything but a step that changes what the optimizer steps."""
-        return self.adapter.writes()
+        self.before_parts_are_used()
+        with self.adapter.writes():
+            yield
+        self.on_parts_written()
 
     def arm(self, *, last: bool) -> None:
         """Before each backward: only the step's last backward talks to the other ranks."""
@@ -334,7 +328,7 @@ class Replica:
         """Ends the sums over all ranks. Returns the seconds spent waiting for them."""
         waited_s = self._buckets.finish() if self._buckets is not None else 0.0
         for parameter in self.trained if self._turns.count > 1 else ():
-            if parameter.grad is not None and not self.steps_now(self.names[id(parameter)]):
+            if parameter.grad is not None and not self.adapter.steps_now(self.names[id(parameter)]):
                 parameter.grad.zero_()  # where it lies in a bucket, the norm is of that
         return waited_s
 
@@ -444,17 +438,12 @@ class Replica:
 
     def average_buffers(self, weight: float) -> None:
         """What the step changed becomes the mean of the ranks that took it together, by weight, where it has one."""
-        self._buffers.average(self._stepping, weight, self._buffers_before)
-
-    @property
-    def _stepping(self) -> Link:
-        """The ranks that take each step together."""
-        return self._together
+        self._buffers.average(self._together, weight, self._buffers_before)
 
     @property
     def is_summed_alone(self) -> bool:
         """Whether the gradient of the step under way is added to nobody else's."""
-        return self._stepping.world == 1 and self._together.world == 1
+        return self._together.world == 1
 
     def align(self, *, with_base: bool = False) -> None:
         """Every rank takes rank 0's values."""
@@ -480,31 +469,9 @@ class Replica:
         # A flat bucket holds zeros for what nobody used, so the norm over buckets is the norm over gradients.
         if self._buckets is not None:
             return self._buckets.flats
-        return [_dense(parameter) for parameter in self.trained if parameter.grad is not None]
-
-    def _check(self) -> None:
-        for group in self.optimizer.param_groups:
-            if any(id(parameter) not in self.names for parameter in group["params"]):
-                raise ConfigError(
-                    "The optimizer holds a parameter that is not one of the model's. Make the optimizer from"
-                    " model.parameters() of the model that you pass here. If it is a loss function's, such as a learned"
-                    " temperature, pass both: model, criterion = prepare([model, criterion], optimizer, ...)[0]; a bare"
-                    " nn.Parameter as nn.ParameterList([parameter])."
-                )
-        check_own_memory(self.model)
-        if any(isinstance(each, torch.optim.LBFGS) for each in each_of(self.optimizer)):
-            raise ConfigError("LBFGS evaluates the loss many times within one step, which step() cannot do.")
+        return [dense_gradient(parameter) for parameter in self.trained if parameter.grad is not None]
 
     def _same_start(self) -> None:
         """Every rank has the same shapes, and starts from rank 0's values."""
         check_same_model(self.model, self.link)
         self._take_first_ranks()
-
-
-def _dense(parameter: nn.Parameter) -> Tensor:
-    """A gradient's numbers: of a sparse one, those that it holds."""
-    assert parameter.grad is not None
-    if parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.coalesce()
-        return parameter.grad._values()
-    return parameter.grad

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,18 +63,8 @@ class ShardedReplica(Replica):
         self._lasts: tuple[Tensor, Pending] | None = None
         """How many of the ranks take this backward for the step's last, once it is known."""
         super().__init__(*arguments, **options)
-
-    @property
-    def in_step(self) -> bool:  # type: ignore[override]
-        return self.sharded.in_step
-
-    @property
-    def gathers(self) -> bool:  # type: ignore[override]
-        return self.sharded.gathers
-
-    @property
-    def steps_whole(self) -> bool:  # type: ignore[override]
-        return self.sharded.whole_steps is not None
+        if nodes is not None:
+            self._together = self.link
 
     def _place(self) -> None:
         """Where parameters are split too, they reach the device block by block, and never all at once."""
@@ -178,12 +168,6 @@ class ShardedReplica(Replica):
     def on_parts_written(self) -> None:
         self.sharded.share()
 
-    @contextmanager
-    def optimizer_writes(self) -> Iterator[None]:
-        self.before_parts_are_used()
-        yield
-        self.on_parts_written()
-
     def arm(self, *, last: bool) -> None:
         super().arm(last=last)
         self.sharded.arm(last=last)
@@ -191,9 +175,6 @@ class ShardedReplica(Replica):
         if self.in_step and not self.gathers and over.world > 1:  # those that gather tell each other anyway
             told = torch.tensor([int(last)])
             self._lasts = told, over.start_sum(told)
-
-    def _check_frozen(self) -> None:
-        """The parameters that a model has while it computes are not those that it has between steps."""
 
     def end_backward(self) -> None:
         self.sharded.end_backward()
@@ -212,7 +193,7 @@ class ShardedReplica(Replica):
         self.sharded.finish()
         if self._turns.count > 1:
             for run, gradient in zip(self.sharded.runs, self.sharded.run_gradients(), strict=True):
-                if gradient is not None and not self.steps_now(run.span.name):
+                if gradient is not None and not self.adapter.steps_now(run.span.name):
                     gradient.zero_()
             for gradient in self.sharded.unstepped():
                 gradient.zero_()
@@ -225,7 +206,7 @@ class ShardedReplica(Replica):
         """They count in the norm, as in clip_grad_norm_(model.parameters())."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._unstepped]
         whole = torch.cat([gradient.reshape(-1) for gradient in found])
-        self._stepping.start_sum(whole).wait()
+        self._together.start_sum(whole).wait()
         self._unstepped_norm = total_norm([whole]).item()
 
     def _forget_unstepped(self) -> None:
@@ -268,10 +249,6 @@ class ShardedReplica(Replica):
         self.sharded.drop()
         self._forget_unstepped()
         self._is_armed_for_last = False
-
-    @property
-    def _stepping(self) -> Link:
-        return self.link if self._nodes is not None else self.within
 
     def memory_bytes(self) -> dict[str, int]:
         return self.sharded.memory_bytes()

@@ -176,7 +176,7 @@ class WholeGradients:
             for parameter, piece in zip(
                 bucket.parameters, split_like(mean.to(bucket.flat.device), bucket.parameters), strict=True
             ):
-                is_used = is_set(used, self._index[id(parameter)]) and self._replica.steps_now(
+                is_used = is_set(used, self._index[id(parameter)]) and self._replica.adapter.steps_now(
                     self._names[id(parameter)]
                 )
                 parameter.grad = piece if is_used else None

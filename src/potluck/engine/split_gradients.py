@@ -108,7 +108,7 @@ class SplitGradients:
         return self._collected.collect(index, numbers)
 
     def load(self, means: Sequence[Tensor], used: bytes) -> float:
-        steps_now = self._replica.steps_now
+        steps_now = self._replica.adapter.steps_now
         was_used = {name for index, name in enumerate(self._trained) if is_set(used, index) and steps_now(name)}
         sharded = self._replica.sharded
         norms: dict[str, Tensor] = {}

@@ -232,6 +232,15 @@ def _memory_of(tensor: Tensor) -> list[Tensor]:
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
+def dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """A gradient's numbers: of a sparse one, those that it holds."""
+    assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.coalesce()
+        return parameter.grad._values()
+    return parameter.grad
+
+
 def in_host_memory(tensor: Tensor) -> Tensor:
     """A copy there; pinned, if it is to travel to a GPU and back."""
     copy = torch.empty_like(tensor.detach(), device="cpu", pin_memory=tensor.is_cuda)
