@@ -389,8 +389,15 @@ def test_hashes_of_old_steps_do_not_pile_up() -> None:
         SliceReport(1, np.zeros(0, "<u4"), np.zeros(0), np.zeros(0), 0.1, bytes(1 << 20)),
         SliceReport(1, np.zeros(70_000, "<u4"), np.zeros(70_000), np.zeros(70_000), 0.1, b""),
         *(SliceReport(1, np.zeros(0, "<u4"), np.zeros(0), np.zeros(0), s, b"") for s in (-1.0, 1e300, np.inf, np.nan)),
+        *(
+            SliceReport(1, np.zeros(0, "<u4"), np.zeros(0), np.zeros(0), 0.1, b"", figures=figures)
+            for figures in ("[1]", '{"a": "b"}', "{" * 50, " " * 100_000)
+        ),
     ],
-    ids=["hash", "fault", "reason", "header", "used", "slices", "before", "aeons", "for ever", "no time"],
+    ids=[
+        *("hash", "fault", "reason", "header", "used", "slices", "before", "aeons", "for ever", "no time"),
+        *("figures in a list", "a word", "no JSON", "a long text"),
+    ],
 )
 def test_texts_and_figures_that_no_honest_worker_sends_are_refused_by_name(message: Message) -> None:
     run = Fleet(workers=2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from potluck.agree.step_report import StepReport
+from potluck.agree.records import Report
 from potluck.link.grid import Grid, whole_grid
 from potluck.link.link import Alone
 
@@ -14,11 +14,9 @@ class Of(Alone):
         self.rank, self.world = rank, world  # type: ignore[misc]
 
 
-def reports(*samples: float) -> list[StepReport]:
+def reports(*samples: float) -> list[Report]:
     return [
-        StepReport(
-            samples=each, loss_sum=each, rows=each, busy_s=10.0 - rank, has_unused=0.0, wants_stop=float(rank == 1)
-        )
+        Report(samples=each, loss_sum=each, rows=each, busy_s=10.0 - rank, has_unused=0.0, wants_stop=float(rank == 1))
         for rank, each in enumerate(samples)
     ]
 

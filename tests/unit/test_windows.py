@@ -7,8 +7,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from potluck.agree.policy import ApplyPolicy, Async, Cadence, Sync
+from potluck.agree.records import Report
 from potluck.agree.shares import share_out
-from potluck.agree.windows import Divergence, RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after
+from potluck.agree.windows import Divergence, RowPool, WindowPlan, WindowPlanner, rows_left_after
 from potluck.data.plan import even_batches
 from potluck.errors import ConfigError
 
@@ -17,7 +18,7 @@ MANY = 1 << 40
 
 def measured(policy: Cadence | Async, *ms: float, sync_s: float = 0.0) -> WindowPlanner:
     windows = WindowPlanner(policy, [f"worker {rank}" for rank in range(len(ms))])
-    windows.report([WindowReport(wall_s=ms / 100, batches=10) for ms in ms], sync_s)
+    windows.report([Report(busy_s=ms / 100, batches=10) for ms in ms], sync_s)
     return windows
 
 
@@ -50,7 +51,7 @@ def test_async_ends_by_counts_and_cadence_by_the_clock() -> None:
 
 def test_costly_agreement_makes_windows_longer() -> None:
     windows = measured(Cadence.published(), 10.0, 10.0, sync_s=0.5)  # of the first window, which is too short to tell
-    windows.report([WindowReport(wall_s=0.1, batches=10)] * 2, 0.02)
+    windows.report([Report(busy_s=0.1, batches=10)] * 2, 0.02)
     decision = windows.decide(MANY, 1)
     assert decision.anchor == 20
     assert decision.reason.startswith(
@@ -81,7 +82,7 @@ def test_drift_that_rises_three_windows_halves_the_anchor_of_async_only() -> Non
     for policy in (Async.published(), Cadence.published()):
         windows = WindowPlanner(policy, ["a", "b"])
         for drift in (0.01, 0.03, 0.04, 0.06):
-            windows.report([WindowReport(wall_s=0.1, batches=10, divergence=drift)] * 2, 0.0)
+            windows.report([Report(busy_s=0.1, batches=10, figures={"divergence": drift})] * 2, 0.0)
         decision = windows.decide(MANY, 1)
         if isinstance(policy, Async):
             assert decision.anchor == 5
@@ -114,8 +115,8 @@ def test_a_change_of_speed_is_followed_within_two_windows() -> None:
         rows = windows.decide(MANY, 1).rows
         windows.report(
             [
-                WindowReport(wall_s=0.01 * rows[0], batches=rows[0]),
-                WindowReport(wall_s=0.03 * rows[1], batches=rows[1]),
+                Report(busy_s=0.01 * rows[0], batches=rows[0]),
+                Report(busy_s=0.03 * rows[1], batches=rows[1]),
             ],
             0.0,
         )
@@ -134,7 +135,7 @@ def test_a_count_moves_by_no_more_than_it_may_also_of_a_replica_that_has_done_no
     windows = WindowPlanner(Cadence.published(max_batch_diff=most), ["a", "b", "c"])
     before: tuple[int, ...] | None = None
     for *parts, sync_ms in told:
-        windows.report([WindowReport(wall_s=ms / 1000, batches=batches) for ms, batches in parts], sync_ms / 1000)
+        windows.report([Report(busy_s=ms / 1000, batches=batches) for ms, batches in parts], sync_ms / 1000)
         rows = windows.decide(MANY, 1).rows
         if before is not None:
             assert all(abs(new - old) <= most for new, old in zip(rows, before, strict=True))
@@ -156,7 +157,7 @@ def test_whatever_replicas_tell_a_window_is_planned(
     windows = WindowPlanner(policy, ["a", "b"])
     for *parts, sync_s in told:
         windows.report(
-            [WindowReport(wall_s=wall, batches=done, divergence=drift) for wall, done, drift in parts], sync_s
+            [Report(busy_s=wall, batches=done, figures={"divergence": drift}) for wall, done, drift in parts], sync_s
         )
         decision = windows.decide(left, 4)
         assert min(decision.rows) >= 0 and min(decision.spare) >= 0
@@ -235,7 +236,7 @@ def test_one_replica_may_be_alone_where_others_can_come(policy: Cadence | Async)
     assert decision.rows == (32,) and decision.until_s is None and decision.spare == (0,)
     assert decision.reason == "Only a is there, so nothing is averaged: 32 rows."
     assert windows.decide(20, 8).rows == (20,)
-    windows.report([WindowReport(wall_s=0.4, batches=4)], 0.0)
+    windows.report([Report(busy_s=0.4, batches=4)], 0.0)
     windows.change(["a", "b"])
     decision = windows.decide(MANY, 4)
     assert decision.rows == (16, 16) and decision.reason.startswith("b came, and the work is shared anew")
@@ -258,7 +259,7 @@ def test_noise_moves_no_rows_where_a_step_takes_as_long_with_fewer_and_the_first
         assert not planner.is_best_together(is_early=False)
         plan = planner.decide(1_000_000, 16)
         assert max(plan.rows) <= 16 * 2 ** (window + 1)
-        planner.report([WindowReport(wall_s=0.03 * rows / 16, batches=rows // 16) for rows in plan.rows], 0.05)
+        planner.report([Report(busy_s=0.03 * rows / 16, batches=rows // 16) for rows in plan.rows], 0.05)
 
 
 def test_a_speed_that_was_measured_wrongly_costs_one_short_window() -> None:
@@ -268,6 +269,6 @@ def test_a_speed_that_was_measured_wrongly_costs_one_short_window() -> None:
     assert not planner.is_best_together(is_early=False)
     plan = planner.decide(100_000, 32)
     assert plan.rows == (32, 64)
-    planner.report([WindowReport(wall_s=0.03, batches=1), WindowReport(wall_s=0.06, batches=2)], 0.01)
+    planner.report([Report(busy_s=0.03, batches=1), Report(busy_s=0.06, batches=2)], 0.01)
     planner.is_best_together(is_early=False)
     assert len(set(planner.decide(100_000, 32).rows)) == 1, "as fast as the other, after all"

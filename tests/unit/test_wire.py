@@ -3,6 +3,7 @@
 import json
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from potluck.wire.messages import (
     JoinRequest,
     Kind,
     Message,
+    SliceReport,
     layout,
 )
 
@@ -246,3 +248,16 @@ def test_an_opened_payload_that_promises_too_much_is_refused() -> None:
     payload[16:24] = struct.pack("<Q", 2**61)
     with pytest.raises(TheirProtocolError, match=r"GradientPayload\.gradients needs [\d,]+ bytes, and 32 are left"):
         open_bulk(memoryview(payload)[:24], len(payload), "bincode")
+
+
+def test_a_last_field_of_a_later_version_is_sent_only_where_it_says_something() -> None:
+    """So a worker of this version sends a host of the version before what it knows, and understands its workers."""
+    nothing = np.zeros(0)
+    plain = SliceReport(7, nothing.astype("<u4"), nothing, nothing, 0.5, b"")
+    before = encode(plain)
+    assert before.endswith(struct.pack("<BQ", 0, 0)), "it ends with overflowed and stopped"
+    assert decode(before[4:]) == plain and decode(before[4:]).figures == ""  # type: ignore[attr-defined]
+    told = replace(plain, figures='{"loss_moved": 0.25}')
+    assert decode(encode(told)[4:]) == told and len(encode(told)) > len(before)
+    with pytest.raises(TheirProtocolError, match="figures"):
+        decode(encode(told)[4:-1])

@@ -50,6 +50,8 @@ class _Windowed:
     steps_together: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
     """Whether all step together wherever that is the shorter way to a loss."""
+    figures: ClassVar[tuple[str, ...]] = ("divergence",)
+    """What its planner asks of each replica's window beside times and counts: names of engine/figures.py."""
     ends_by_clock: ClassVar[bool] = True
     """Whether a window ends at a time, whatever is done by then; else when each has done its own count of batches."""
 
@@ -154,6 +156,8 @@ class Auto(_Windowed):
 Windowed = Cadence | Async | Auto
 ApplyPolicy = Sync | Cadence | Async | Auto
 Policy = ApplyPolicy | Literal["sync", "cadence", "async", "auto"]
+POLICIES: dict[str, type[ApplyPolicy]] = {kind.kind: kind for kind in (Sync, Cadence, Async, Auto)}
+"""By their names, on the command line and in what workers tell a host."""
 
 
 def policy_of(wanted: Policy | None, *, has_host: bool) -> ApplyPolicy:
@@ -162,10 +166,9 @@ def policy_of(wanted: Policy | None, *, has_host: bool) -> ApplyPolicy:
         return Auto() if has_host else Sync()
     if not isinstance(wanted, str):
         return wanted
-    by_name = {kind.kind: kind for kind in (Sync, Cadence, Async, Auto)}
-    if wanted not in by_name:
-        raise ValueError(f"policy is one of {', '.join(by_name)}, not {wanted!r}")
-    return by_name[wanted]()
+    if wanted not in POLICIES:
+        raise ValueError(f"policy is one of {', '.join(POLICIES)}, not {wanted!r}")
+    return POLICIES[wanted]()
 
 
 def make_elche(policy: _Windowed, world: int) -> ElChe:

@@ -1,9 +1,9 @@
-"""Records of a run: where it stands. One type in memory, in checkpoints, in a host's journal and on the wire. Pure."""
+"""Records of a run: where it stands, and what a worker reports. One type each, wherever they travel. Pure."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 Range = tuple[int, int]
 """The first place of an epoch's order, and the one after the last."""
@@ -100,3 +100,44 @@ class Position:
 
 
 _NUMBERS = ("version", "step", "epoch", "row", "rows_seen", "turn", "skipped", "skipped_rows")
+
+
+class Report(NamedTuple):
+    """What one worker did: of a step, of a window, of a batch of its own replica, or of a slice.
+
+    In a group all of it is a row of floats, the figures last; a host hears it as a SliceReport.
+    """
+
+    samples: float = 0.0
+    loss_sum: float = 0.0
+    rows: float = 0.0
+    batches: float = 0.0
+    """Steps that the worker took by itself."""
+    skipped: float = 0.0
+    """Those of them whose gradient was not finite."""
+    skipped_rows: float = 0.0
+    busy_s: float = 0.0
+    """Seconds spent computing."""
+    sync_s: float = 0.0
+    """Seconds that the agreement before took."""
+    send_s: float = 0.0
+    """Seconds spent sending to other stages."""
+    has_unused: float = 0.0
+    """Whether some parameter got no gradient on this worker."""
+    wants_stop: float = 0.0
+    is_over: float = 0.0
+    """Whether the window ends here. The first rank decides: one that continued alone would wait forever."""
+    loss_scale: float = 1.0
+    worker: float = 0.0
+    """At a host: the id of the worker that told it."""
+    figures: Mapping[str, float] = {}
+    """What the policy's planner asks for beside, by name: see engine/figures.py."""
+
+    def to_row(self, names: Sequence[str] = ()) -> list[float]:
+        """`names`: of the figures, which all workers have in the same order."""
+        return [*map(float, self[:-1]), *(float(self.figures[name]) for name in names)]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float], names: Sequence[str] = ()) -> Self:
+        fixed = len(cls._fields) - 1
+        return cls(*row[:fixed])._replace(figures=dict(zip(names, row[fixed:], strict=True)))  # type: ignore[arg-type]

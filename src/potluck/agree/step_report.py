@@ -1,4 +1,4 @@
-"""StepReport: the report that workers send each other once per step, and the decision that all take from it. Pure.
+"""StepDecision: what all workers decide from the reports of a step. Pure.
 
 Every worker gets the same reports and so reaches the same decision: to apply the step or to skip it.
 """
@@ -6,23 +6,8 @@ Every worker gets the same reports and so reaches the same decision: to apply th
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-
-class StepReport(NamedTuple):
-    """One worker's part of one step."""
-
-    samples: float
-    loss_sum: float
-    rows: float
-    busy_s: float
-    has_unused: float
-    """Whether some parameter got no gradient on this worker."""
-    wants_stop: float
-    send_s: float = 0.0
-    """Seconds spent sending to other stages."""
-    waited_s: float = 0.0
-    """In the step before, for what all workers agree on."""
+from potluck.agree.records import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +23,7 @@ class StepDecision:
     """Why the step is skipped, as part of a sentence; none: it is applied."""
 
 
-def decide_step(reports: Sequence[StepReport], norm_of_sum: float, per: float, clip: float | None) -> StepDecision:
+def decide_step(reports: Sequence[Report], norm_of_sum: float, per: float, clip: float | None) -> StepDecision:
     """Each worker's gradient was multiplied by its number of samples, and divided by `per`."""
     samples = sum(report.samples for report in reports)
     loss_sum = sum(report.loss_sum for report in reports)

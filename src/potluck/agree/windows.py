@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from potluck.agree.costs import WindowCosts
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Windowed, make_elche
+from potluck.agree.records import Report
 from potluck.agree.shares import Balance, give_each_one, share_out
 from potluck.errors import ConfigError
 from potluck.words import check_at_least, plural
@@ -58,17 +59,6 @@ MOST_BATCHES = 1 << 20
 """The most batches of a window, where nothing else bounds it."""
 LEAST_S, MOST_S = 1e-6, 1e6
 """Bounds for the time of a batch. A clock beyond them is wrong, or lies: no number of rows would follow from it."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowReport:
-    """One replica's window."""
-
-    wall_s: float
-    """Seconds spent computing."""
-    batches: int
-    divergence: float = 0.0
-    """Its distance from the last mean, as a part of that mean's norm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,8 +200,8 @@ class WindowPlanner:
         """Learn speeds from a step that all took together. `more_s`: what the one before cost beyond that."""
         self.costs.report_step(max(busy_s), more_s)
         seconds = [own_s * batch_rows / own if own else 0.0 for own, own_s in zip(rows, busy_s, strict=True)]
-        reports = [_sane(WindowReport(wall_s=each, batches=1)) for each in seconds]
-        self.elche.report_timing([1000 * each.wall_s for each in reports], [each.batches for each in reports], 0.0)
+        reports = [_sane(Report(busy_s=each, batches=1)) for each in seconds]
+        self.elche.report_timing([1000 * each.busy_s for each in reports], [int(each.batches) for each in reports], 0.0)
         # Parts do not follow each of these: where a step takes as long with fewer rows, noise would move them further
         # with each step.
         if self._balance is not None and (changed := self._balance.report(rows, busy_s)):
@@ -233,22 +223,22 @@ class WindowPlanner:
         slowest = max(elche.ms_per_batch)
         return [max(1, round(elche.anchor * slowest / own)) if own > 0 else elche.anchor for own in elche.ms_per_batch]
 
-    def report(self, reports: Sequence[WindowReport], sync_s: float) -> None:
+    def report(self, reports: Sequence[Report], sync_s: float) -> None:
         """After each window; `sync_s` is what agreeing cost beyond waiting for the last."""
         elche, before = self.elche, self.elche.anchor
         reports = [_sane(report) for report in reports]
         for rank, report in enumerate(reports):
-            ratio = 1000 * report.wall_s / max(1, report.batches) / (elche.ms_per_batch[rank] or 1.0)
+            ratio = 1000 * report.busy_s / max(1, report.batches) / (elche.ms_per_batch[rank] or 1.0)
             if report.batches and not 1 / JUMP < ratio < JUMP:
                 elche.ms_per_batch[rank] = 0.0  # another speed altogether: the old one says nothing about it
         if self.policy.weighs_learning:
-            each = [report.wall_s / report.batches for report in reports if report.batches]
+            each = [report.busy_s / report.batches for report in reports if report.batches]
             self.costs.report_window(max(each, default=0.0), sync_s)
             sync_s = 0.0
         if not elche.is_measured:
             sync_s = 0.0  # against so short a window it would seem far too much
-        walls = [1000 * report.wall_s for report in reports]
-        elche.report_timing(walls, [report.batches for report in reports], 1000 * sync_s)
+        walls = [1000 * report.busy_s for report in reports]
+        elche.report_timing(walls, [int(report.batches) for report in reports], 1000 * sync_s)
         self._most = min(MOST_BATCHES, GROWTH * self._most)
         self._share_by_speed()
         slowest = elche.ms_per_batch.index(max(elche.ms_per_batch))
@@ -263,7 +253,7 @@ class WindowPlanner:
                 f"Agreeing took {share:.0%} of a window and {wanted}, so the slowest does"
                 f" {plural(elche.anchor, 'batch')} instead of {before}"
             )
-        drift = max((report.divergence for report in reports), default=0.0)
+        drift = max((report.figures.get("divergence", 0.0) for report in reports), default=0.0)
         limit, self._calm = self.policy.drift_limit, min(elche.max_anchor, self._calm + 1)
         if limit is not None and self._divergence.report(drift) and elche.anchor > 1:
             before = elche.anchor
@@ -304,6 +294,16 @@ class WindowPlanner:
         return WindowPlan(
             rows=tuple(rows), spare=tuple(spare), until_s=until_s, anchor=self.elche.anchor, reason=reason
         )
+
+
+PLANNERS: dict[type, type[WindowPlanner]] = {}
+"""Of policies that decide otherwise; those below them in the tree of classes use theirs."""
+
+
+def make_planner(policy: Windowed, names: Sequence[str]) -> WindowPlanner:
+    """What decides under this policy, in a group and at a host."""
+    kind = next((PLANNERS[each] for each in type(policy).__mro__ if each in PLANNERS), WindowPlanner)
+    return kind(policy, names)
 
 
 class RowPool:
@@ -367,11 +367,11 @@ def rows_left_after(ranges: Sequence[tuple[int, int]], rows: int) -> list[tuple[
     return left
 
 
-def _sane(report: WindowReport) -> WindowReport:
+def _sane(report: Report) -> Report:
     """Computing for no time at all, or for a time that is no number, counts as having done nothing."""
-    if not (report.batches > 0 and 0 < report.wall_s < math.inf):
-        return replace(report, wall_s=0.0, batches=0)
-    return replace(report, wall_s=report.batches * min(MOST_S, max(LEAST_S, report.wall_s / report.batches)))
+    if not (report.batches > 0 and 0 < report.busy_s < math.inf):
+        return report._replace(busy_s=0.0, batches=0)
+    return report._replace(busy_s=report.batches * min(MOST_S, max(LEAST_S, report.busy_s / report.batches)))
 
 
 def _the_last(rows: int) -> str:

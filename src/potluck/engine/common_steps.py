@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 
-from potluck.agree.step_report import StepDecision, StepReport
+from potluck.agree.records import Report
+from potluck.agree.step_report import StepDecision
 from potluck.engine.run_state import RunState
 from potluck.events import StepSkipped
 
 
 def report_of(
-    run: RunState, busy_s: float, *, waited_s: float, loss_sum: float | None = None, send_s: float = 0.0
-) -> StepReport:
-    """What this worker says of the step. `waited_s`: in the one before."""
-    return StepReport(
+    run: RunState, busy_s: float, *, sync_s: float, loss_sum: float | None = None, send_s: float = 0.0
+) -> Report:
+    """What this worker says of the step. `sync_s`: in the one before."""
+    return Report(
         samples=run.tally.samples,
         loss_sum=run.tally.loss_sum.item() if loss_sum is None else loss_sum,
         rows=run.tally.rows,
@@ -19,12 +20,12 @@ def report_of(
         has_unused=run.prepared().has_unused,
         wants_stop=run.wants_stop,
         send_s=send_s,
-        waited_s=waited_s,
+        sync_s=sync_s,
     )
 
 
 def apply_step(
-    run: RunState, decision: StepDecision, reports: Sequence[StepReport], samples: float, *, is_done: bool = False
+    run: RunState, decision: StepDecision, reports: Sequence[Report], samples: float, *, is_done: bool = False
 ) -> StepSkipped | None:
     """What all have agreed on; a step that is skipped is returned. `samples`: over which this replica's buffers moved.
 

@@ -1,27 +1,16 @@
 """One batch on this worker's own replica: its backwards; and, where replicas step by themselves, its step."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+from potluck.agree.records import Report
 from potluck.agree.step_report import StepDecision, decide_alone
 from potluck.engine.losses import STEP_TOO_EARLY, LossFunction, check_mean
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.link.link import Link
-
-
-class BatchDone(NamedTuple):
-    """What one rank did of a batch, as it tells the ranks that hold the same replica; or what all of them did."""
-
-    samples: float
-    loss_sum: float
-    rows: float
-    has_unused: float = 0.0
-    """Whether some parameter got no gradient on this rank."""
-    is_over: float = 0.0
-    """Whether the window ends here. The first rank decides: one that continued alone would wait forever."""
 
 
 def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> None:
@@ -75,7 +64,7 @@ def is_batch_done(run: RunState) -> bool:
     return run.tally.is_last
 
 
-def end_batch(run: RunState, within: Link, *, is_over: bool = False) -> tuple[BatchDone, float, StepDecision]:
+def end_batch(run: RunState, within: Link, *, is_over: bool = False) -> tuple[Report, float, StepDecision]:
     """What the ranks of this replica did together in the batch that ends; over which samples this rank's gradient is;
     and whether it is applied."""
     replica, tally = run.prepared(), run.tally
@@ -84,17 +73,25 @@ def end_batch(run: RunState, within: Link, *, is_over: bool = False) -> tuple[Ba
         _, norm, loss_sum = replica.reduce(tally.loss_sum)
         if replica.has_unused:
             replica.drop_unused()
-        done, own = BatchDone(tally.samples, loss_sum, tally.rows, is_over=is_over), tally.samples
+        done = Report(samples=tally.samples, loss_sum=loss_sum, rows=tally.rows, is_over=is_over)
+        own = tally.samples
     else:
         replica.start_sums()
-        mine = BatchDone(tally.samples, tally.loss_sum.item(), tally.rows, replica.has_unused, is_over)
-        told = within.start_gather(mine)
+        mine = Report(
+            samples=tally.samples,
+            loss_sum=tally.loss_sum.item(),
+            rows=tally.rows,
+            has_unused=replica.has_unused,
+            is_over=is_over,
+        )
+        told = within.start_gather(mine.to_row())
         _, norm, _ = replica.reduce(tally.loss_sum)
-        every = [BatchDone(*row) for row in told.wait()]
+        every = [Report.from_row(row) for row in told.wait()]
         if any(each.has_unused for each in every):
             replica.drop_unused()
         own = run.grid.own(every).samples
-        done = BatchDone(*(sum(column) for column in zip(*every, strict=True)))._replace(is_over=every[0].is_over)
+        samples, loss_sum, rows = (sum(column) for column in zip(*(each[:3] for each in every), strict=True))
+        done = Report(samples=samples, loss_sum=loss_sum, rows=rows, is_over=every[0].is_over)
     decision = decide_alone(done.samples, done.loss_sum, norm, run.samples_per_gradient, run.config.clip)
     run.scale.learn(done.samples, done.rows)
     return done, own, decision

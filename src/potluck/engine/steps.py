@@ -9,8 +9,9 @@ import time
 import torch
 from torch import Tensor
 
+from potluck.agree.records import Report
 from potluck.agree.shares import Balance, share_out
-from potluck.agree.step_report import StepDecision, StepReport, decide_step
+from potluck.agree.step_report import StepDecision, decide_step
 from potluck.agree.wire_choice import WireChoice
 from potluck.coded_numbers import Wire, coding_of
 from potluck.data.loader import Loader
@@ -95,7 +96,7 @@ class Steps:
         wait_s, norm, loss_sum = replica.reduce(run.tally.loss_sum)
         self._waited_s = wait_s
         told = told or self._tell(busy_s, loss_sum)
-        reports = [StepReport(*row) for row in told.wait()]
+        reports = [Report.from_row(row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
         decision = decide_step(reports, norm, run.samples_per_gradient, run.config.clip)
@@ -120,7 +121,7 @@ class Steps:
             norm = replica.norm().item()
         else:
             replica.drop()
-        reports = [StepReport(*row) for row in self._tell(busy_s, loss_sum).wait()]
+        reports = [Report.from_row(row) for row in self._tell(busy_s, loss_sum).wait()]
         run.stopping = bool(reports[0].wants_stop)
         decision = decide_step(reports, norm, per, run.config.clip)
         return self._end(self._apply(reports, decision, busy_s, is_done=not was_bad), reports)
@@ -128,11 +129,11 @@ class Steps:
     def _tell(self, busy_s: float, loss_sum: float | None = None) -> Rows:
         """Tell all workers of this worker's step, and hear from all, while the sums are under way."""
         busy_s, send_s = self._run.prepared().times(busy_s, self._optimizer_s)
-        mine = report_of(self._run, busy_s, waited_s=self._waited_s, loss_sum=loss_sum, send_s=send_s)
-        return self._run.link.start_gather(mine)
+        mine = report_of(self._run, busy_s, sync_s=self._waited_s, loss_sum=loss_sum, send_s=send_s)
+        return self._run.link.start_gather(mine.to_row())
 
     def _apply(
-        self, reports: list[StepReport], decision: StepDecision, took_s: float, *, is_done: bool = False
+        self, reports: list[Report], decision: StepDecision, took_s: float, *, is_done: bool = False
     ) -> StepDone | StepSkipped:
         """`is_done`: the optimizer has stepped already, or has left it out."""
         run, grid = self._run, self._run.grid
@@ -142,7 +143,7 @@ class Steps:
         seconds = time.perf_counter() - run.tally.started
         return run.step_done(decision, run.lr, seconds, grid.worker_steps(reports, took_s))
 
-    def _end(self, event: StepDone | StepSkipped, reports: list[StepReport]) -> StepDone | StepSkipped:
+    def _end(self, event: StepDone | StepSkipped, reports: list[Report]) -> StepDone | StepSkipped:
         run = self._run
         run.next_turn()
         run.tell(event)
@@ -152,7 +153,7 @@ class Steps:
         run.start_of_step()
         return event
 
-    def _share_anew(self, reports: list[StepReport]) -> None:
+    def _share_anew(self, reports: list[Report]) -> None:
         """Workers of different speeds get parts of different sizes."""
         run = self._run
         if self._balance is None or run.loader is None:
@@ -163,12 +164,12 @@ class Steps:
             run.loader.shares = tuple(float(part) for part in parts)
             run.events.emit(Decided(step=run.step_number, rows=tuple(parts), reason=reason))
 
-    def _choose_wire(self, reports: list[StepReport]) -> None:
+    def _choose_wire(self, reports: list[Report]) -> None:
         """The slowest waits for the sums alone. Where ranks gather parameters, all of a step may be such waiting."""
         if self._wire is None:
             return
         replica, busy_s = self._run.prepared(), max(report.busy_s for report in reports)
-        agree_s = min(report.waited_s for report in reports)
+        agree_s = min(report.sync_s for report in reports)
         sentence = self._wire.report(agree_s + busy_s * replica.gathers, agree_s + busy_s)
         if sentence is not None:
             replica.code(coding_of(self._wire.wire))

@@ -19,6 +19,7 @@ from potluck.agree.step_report import StepDecision
 from potluck.agree.windows import stretch_of
 from potluck.data.plan import MicroBatch, even_batches, plan_step
 from potluck.data.rows import mix
+from potluck.engine.figures import WindowFigures
 from potluck.engine.local_steps import backward, end_batch, step_alone
 from potluck.engine.means import HostMean
 from potluck.engine.member_driver import MemberDriver
@@ -41,6 +42,8 @@ class WindowSteps:
         self._sender = sender
         self._mean = mean
         self._delta = WindowDelta(run.prepared(), mean, within=run.link)
+        assert run.composition.window is not None
+        self._figures = WindowFigures(run.composition.window.figures)
         self._norm = 0.0
 
     @property
@@ -77,6 +80,7 @@ class WindowSteps:
         if self._mean.moments is not None and self._mean.moments.are_divided_by:
             self._stretch = stretch_of([last - at for at, last in bounds], work.batch, self._run.loader.batch.size)
         self._delta.begin()
+        self._figures.begin()
         if self._run.scheduled is not None:
             self._run.scheduled.begin_window()
         self._run.start_of_step()
@@ -120,6 +124,7 @@ class WindowSteps:
         # All ranks of this worker step as one, and stop as one.
         leaves = driver.client.wants_stop
         done, own_samples, decision = end_batch(run, run.link, is_over=leaves)
+        self._figures.add(done)
         is_last = run.turns.is_last
         self._batches += is_last
         self._samples += done.samples * is_last
@@ -159,6 +164,7 @@ class WindowSteps:
             b"",
             self._batches,
             stopped=self._stopped,
+            figures=self._figures.to_json(self._delta.drift),
         )
 
     def _send_change(self, report: SliceReport, weight: float) -> None:

@@ -11,12 +11,12 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import Tensor
 
-from potluck.agree.step_report import StepDecision, StepReport, decide_step
-from potluck.agree.windows import RowPool, WindowPlan, WindowPlanner, WindowReport, rows_left_after, stretch_of
+from potluck.agree.records import Report
+from potluck.agree.step_report import StepDecision, decide_step
+from potluck.agree.windows import RowPool, WindowPlan, make_planner, rows_left_after, stretch_of
 from potluck.coded_numbers import Coding, coding_of
 from potluck.data.loader import Loader, SliceLoader
 from potluck.data.plan import BatchConfig, MicroBatch, even_batches, plan_step
@@ -24,6 +24,7 @@ from potluck.data.rows import mix
 from potluck.data.source import DataSource
 from potluck.devices import synchronize
 from potluck.engine.common_steps import apply_step, report_of
+from potluck.engine.figures import WindowFigures
 from potluck.engine.local_steps import backward, end_batch, is_batch_done, step_alone
 from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.moments import Moments, are_averaged
@@ -40,25 +41,6 @@ NEARLY = 0.9
 """The share of its part after which a replica that may continue beyond it says that nobody need wait for it."""
 
 
-class WindowTotals(NamedTuple):
-    """What one replica tells the others at the end of a window; of a node, each of its ranks."""
-
-    samples: float = 0.0
-    loss_sum: float = 0.0
-    rows: float = 0.0
-    batches: float = 0.0
-    skipped: float = 0.0
-    """Steps whose gradient was not finite."""
-    skipped_rows: float = 0.0
-    busy_s: float = 0.0
-    sync_s: float = 0.0
-    """The cost of the previous agreement."""
-    divergence: float = 0.0
-    """Its distance from the mean at that agreement."""
-    wants_stop: float = 0.0
-    loss_scale: float = 1.0
-
-
 class Windows:
     has_fixed_shares = True
 
@@ -68,11 +50,11 @@ class Windows:
         self._run = run
         self._policy = composed.window
         self.nodes = make_nodes(run.link, composed.stages * composed.node_size)
-        self._planner = WindowPlanner(self._policy, self.nodes.names)
+        self._planner = make_planner(self._policy, self.nodes.names)
         self._pool = RowPool([])
         self._taken: list[list[tuple[int, int]]] = []
         self._decision: WindowPlan | None = None
-        self._window = WindowTotals()
+        self._window = Report()
         self._window_started = 0.0
         self._all_done: Rows | None = None
         self._is_open = False
@@ -87,6 +69,7 @@ class Windows:
         self._node_is_over = False
         self._coding: Coding | None = None
         self._moments: Moments | None = None
+        self._figures = WindowFigures(composed.window.figures)
         self._stretch = 1.0
         """Of this replica's own steps, in the window that is open."""
         run.kept.add("left", lambda tensors: self._rows_left(), lambda saved, tensors: self._stand())
@@ -153,12 +136,13 @@ class Windows:
             self._sync_s = 0.0  # what a step costs says nothing of a window's end
         self._decision = decision
         self._emit_decision(decision)
-        self._window, self._window_started = WindowTotals(), time.perf_counter()
+        self._window, self._window_started = Report(), time.perf_counter()
         self._all_done = None
         if self._may_step_together:  # elsewhere it steps with those who hold the same stage, and no others
             self._run.prepared().step_with(self._run.link if is_together else nodes.within)
         if not is_together:
             self._delta.begin()
+            self._figures.begin()
             is_stretched = self._moments is not None and self._moments.are_divided_by
             self._stretch = stretch_of(decision.rows, own_rows, loader.batch.size) if is_stretched else 1.0
         if self._run.scheduled is not None:
@@ -239,6 +223,7 @@ class Windows:
         tells_end = tells_end and self._sees_end(decision, before.batches + 1, rows)
         done, own_samples, step_decision = end_batch(run, nodes.within, is_over=tells_end)
         self._node_is_over = bool(done.is_over)
+        self._figures.add(done)
         is_good = step_decision.fault is None
         self._window = (
             before._replace(skipped=before.skipped + (not is_good))
@@ -276,9 +261,9 @@ class Windows:
         busy_s = time.perf_counter() - self._window_started
         replica.start_sums()
         tally = run.tally
-        told = run.link.start_gather(report_of(run, busy_s, waited_s=self._sync_s))
+        told = run.link.start_gather(report_of(run, busy_s, sync_s=self._sync_s).to_row())
         wait_s, norm, _ = replica.reduce(run.tally.loss_sum)
-        reports = [StepReport(*row) for row in told.wait()]
+        reports = [Report.from_row(row) for row in told.wait()]
         if any(report.has_unused for report in reports):
             replica.drop_unused()
         found = decide_step(reports, norm, run.samples_per_gradient, run.config.clip)
@@ -294,7 +279,7 @@ class Windows:
             event = run.step_done(found, run.lr, busy_s + wait_s, run.grid.worker_steps(reports, busy_s + wait_s))
         run.tell(event)
         busy = [report.busy_s for report in reports]
-        self._planner.observe(rows, busy, self._own_rows, max(report.waited_s for report in reports))
+        self._planner.observe(rows, busy, self._own_rows, max(report.sync_s for report in reports))
         self._sync_s = max(0.0, time.perf_counter() - self._window_started - max(busy) - own_s)
         run.next_turn()
         if is_last:
@@ -329,13 +314,15 @@ class Windows:
         mine = self._window._replace(
             busy_s=busy_s,
             sync_s=self._sync_s,
-            divergence=self._delta.drift,
             wants_stop=self._run.wants_stop,
             loss_scale=self._run.scale.value,
+            figures=self._figures.of_window(self._delta.drift),
         )
         if self._decision.until_s is None:
             self._own_part_done(self._decision).wait()
-        reports = self._run.grid.merge([WindowTotals(*row) for row in self._run.link.gather_rows(mine)], "replica")
+        names = self._policy.figures
+        told = [Report.from_row(row, names) for row in self._run.link.gather_rows(mine.to_row(names))]
+        reports = self._run.grid.merge(told, "replica")
         started = time.perf_counter()
         samples = sum(report.samples for report in reports)
         self._weight = mine.samples / samples if samples else 1 / self.nodes.count
@@ -343,10 +330,7 @@ class Windows:
         self._sync_s = time.perf_counter() - started
         for report, taken in zip(reports, self._taken, strict=True):
             self._pool.give_back(rows_left_after(taken, int(report.rows)))
-        self._planner.report(
-            [WindowReport(wall_s=p.busy_s, batches=int(p.batches), divergence=p.divergence) for p in reports],
-            max(report.sync_s for report in reports),
-        )
+        self._planner.report(reports, max(report.sync_s for report in reports))
         steps_before, rows = self._run.step_number, sum(int(report.rows) for report in reports)
         self._run.scale.agree([report.loss_scale for report in reports])
         self._run.scale.learn(samples, sum(report.rows - report.skipped_rows for report in reports))
@@ -384,7 +368,7 @@ class Windows:
             )
         )
 
-    def _tell_window(self, reports: list[WindowTotals], samples: float) -> StepDone:
+    def _tell_window(self, reports: list[Report], samples: float) -> StepDone:
         longest = max(report.busy_s for report in reports)
         loss = sum(report.loss_sum for report in reports) / samples if samples else math.nan
         workers = tuple(

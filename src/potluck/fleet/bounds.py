@@ -3,6 +3,7 @@
 So nothing that the coordinator keeps grows with what a peer merely claims, and no sum of figures leaves the floats.
 """
 
+import json
 from dataclasses import replace
 
 from potluck.errors import TheirProtocolError
@@ -44,6 +45,7 @@ _MOST: dict[type[Message], dict[str, int]] = {
     Ready: {"digest": MOST_NAME},
     Applied: {"digest": MOST_NAME, "fault": MOST_TEXT},
     Leave: {"reason": MOST_TEXT},
+    SliceReport: {"figures": MOST_TEXT},
     EvaluateNext: {"names": MOST_NAMES},
     StateBegin: {"header": MOST_HEADER},
     BaseFiles: {"header": 0},
@@ -68,6 +70,16 @@ def _check_report(report: SliceReport, described: Description | None) -> SliceRe
         raise TheirProtocolError(f"SliceReport tells of more than {MAX_SLICES:,} slices or {parameters:,} parameters.")
     if not 0 <= report.busy_s <= MOST_BUSY_S:
         raise TheirProtocolError(f"SliceReport.busy_s is {report.busy_s}, which is no time that work can take.")
+    figures_of(report)
     rows = described.rows if described is not None else 0
     busy_s = max(report.busy_s, LEAST_BUSY_S) if report.busy_s else 0.0
     return replace(report, busy_s=busy_s, batches=min(report.batches, rows))
+
+
+def figures_of(report: SliceReport) -> dict[str, float]:
+    """The figures that a policy asked for; TheirProtocolError where they are no numbers by name."""
+    try:
+        found = json.loads(report.figures or "{}")
+        return {str(name): float(figure) for name, figure in found.items()}
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+        raise TheirProtocolError("SliceReport.figures are no numbers by name.") from None

@@ -5,9 +5,9 @@ The first worker that is ready describes the run; every other must describe the 
 
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from potluck.agree.policy import OUTER, OVERLAP, ApplyPolicy, Async, Auto, Cadence, Sync, Windowed
+from potluck.agree.policy import OUTER, OVERLAP, POLICIES, ApplyPolicy, Windowed
 from potluck.agree.records import Position, RunTerms
 from potluck.agree.terms import BUILD, SAME_DATA, Fingerprint, check_fingerprint, differing_data, differing_settings
 from potluck.coded_numbers import CODINGS, WIRES, Coding, coding_of
@@ -43,14 +43,6 @@ OTHER_BASE = (
     " the same form (type, quantisation), or take it from the host with potluck join --fetch-base"
 )
 LEAST_UNIT, LEAST_SAMPLES = 2.0**-64, 1e-12
-_WINDOWED: dict[str, type[Windowed]] = {kind.kind: kind for kind in (Cadence, Async, Auto)}
-_OF_ALL = ("anchor", "max_anchor", "overhead_target", "max_batch_diff")
-_SETTINGS = {
-    Sync.kind: (),
-    Cadence.kind: _OF_ALL,
-    Async.kind: (*_OF_ALL, "divergence_threshold"),
-    Auto.kind: _OF_ALL,
-}
 _REMOVED = {"overlap": OVERLAP, "outer": OUTER}
 """Settings that a policy of an older version may still tell, each with why a run under it cannot continue."""
 _SWITCHES: dict[str, Any] = {"together": 0.0, "moments": False}
@@ -134,7 +126,7 @@ class Description:
     @property
     def windowed(self) -> Windowed | None:
         """The policy, if workers step by themselves under it; none under Sync."""
-        return _made(self.policy, self.settings) if self.policy in _WINDOWED else None
+        return _made(self.policy, self.settings)
 
     @property
     def subtracts_only(self) -> bool:
@@ -145,7 +137,9 @@ class Description:
 
     @property
     def terms(self) -> RunTerms:
-        return RunTerms(rows=self.rows, batch=self.batch, turns=self.turns, is_sync=self.policy not in _WINDOWED)
+        return RunTerms(
+            rows=self.rows, batch=self.batch, turns=self.turns, is_sync=POLICIES[self.policy].steps_together
+        )
 
     def steps_at(self, epoch: int, row: int) -> int:
         """How many batches of the run are done at this place, the last maybe in part."""
@@ -153,7 +147,7 @@ class Description:
 
     def steps_of(self, position: Position) -> int:
         """How many there are at a position whose own step is not known."""
-        return position.version if self.windowed is None else self.steps_at(position.epoch, position.row)
+        return position.version if self.terms.is_sync else self.steps_at(position.epoch, position.row)
 
     @property
     def moments(self) -> frozenset[int]:
@@ -293,36 +287,47 @@ def coding_of_block(block: int, run: Coding) -> Coding:
 
 def settings_of(policy: ApplyPolicy) -> dict[str, Any]:
     """Return the settings of a policy that a description tells."""
-    settings = {name: getattr(policy, name) for name in _SETTINGS.get(policy.kind, ())}
+    settings = {name: getattr(policy, name) for name in _setting_names(policy.kind)}
     switched = {name: getattr(policy, name) for name in _SWITCHES if settings}
     if "moments" in switched:
         switched["moments"] = policy.averages_moments  # type: ignore[union-attr]
     return settings | {name: value for name, value in switched.items() if value != _SWITCHES[name]}
 
 
-def _made(policy: str, settings: dict[str, Any]) -> Windowed:
-    return _WINDOWED[policy](**(_SWITCHES | settings))
+def _setting_names(policy: str) -> list[str]:
+    """All that windows are planned by, and that is always told: a policy's own fields. Of Sync a host needs none."""
+    kind = POLICIES.get(policy)
+    if kind is None or kind.steps_together:
+        return []
+    return [each.name for each in fields(kind) if each.name not in _SWITCHES]
+
+
+def _made(policy: str, settings: dict[str, Any]) -> Windowed | None:
+    kind: Any = POLICIES[policy]
+    return None if kind.steps_together else kind(**(_SWITCHES | settings))
 
 
 def _check_settings(policy: str, settings: Any) -> None:
-    names = _SETTINGS.get(policy)
+    if policy not in POLICIES:
+        raise ValueError(f"policy is one of {', '.join(POLICIES)}")
+    names, hints = _setting_names(policy), get_type_hints(POLICIES[policy])
     for name, sentence in _REMOVED.items() if isinstance(settings, dict) else ():
         if settings.get(name):
             raise ValueError(sentence.removesuffix("."))
     switches = {*_SWITCHES} if names else set()
-    if names is None or not isinstance(settings, dict) or {*settings} - switches != {*names}:
-        raise ValueError("policy is sync, cadence, async or auto, with all of its settings and no others")
+    if not isinstance(settings, dict) or {*settings} - switches != {*names}:
+        raise ValueError("settings are all of its policy's and no others")
     for name, value in settings.items():
-        if name == "overhead_target" and value is None:
+        kinds = get_args(hints[name]) or (hints[name],)
+        if value is None and type(None) in kinds and name not in _SWITCHES:
             continue
-        if name in ("overhead_target", "divergence_threshold", "together"):
+        if float in kinds:
             _number(value)
-        elif name != "moments":
-            _whole(value, none=name in ("max_anchor", "max_batch_diff"))
+        elif int in kinds:
+            _whole(value)
         elif not isinstance(value, bool):
             raise ValueError(f"{repr(value)[:40]} is neither true nor false")
-    if policy in _WINDOWED:
-        _made(policy, settings)
+    _made(policy, settings)
 
 
 def _number(value: Any) -> None:

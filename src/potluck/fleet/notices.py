@@ -38,7 +38,7 @@ class Notices:
     def tell_committed(self, under: StepUnderWay) -> list[Effect]:
         """A plain peer that sends parts reports no loss: of each, what the losses shown are of."""
         self._has_begun, self._told_of = True, 0
-        lossless = {found.worker_id for found in under.reports.values() if math.isnan(found.loss_sum)}
+        lossless = {int(found.worker) for found in under.reports.values() if math.isnan(found.loss_sum)}
         new = [m for m in self.run.membership.ready if m.plain and m.worker_id in lossless - self._lossless]
         self._lossless |= {member.worker_id for member in new}
         told = "sends its gradient in parts, which report no loss: the losses shown are of the other workers' rows."

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from potluck.agree.policy import Windowed
+from potluck.agree.records import Report
 from potluck.agree.shares import without_singles
-from potluck.agree.windows import WindowPlan, WindowPlanner, WindowReport
+from potluck.agree.windows import WindowPlan, WindowPlanner, make_planner
 from potluck.events import Decided
 from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.effects import Emit
@@ -19,13 +20,6 @@ from potluck.wire.messages import Applied, Work
 
 MOST_WINDOW = (1 << 32) - 1
 """Rows of a window: the size of a slice is a u32."""
-
-
-@dataclass
-class Slice:
-    samples: float
-    loss_sum: float
-    worker_id: int
 
 
 @dataclass(kw_only=True)
@@ -78,7 +72,7 @@ class StepUnderWay(StepPlan):
     """One agreement, whatever it is over."""
 
     started: float
-    reports: dict[int, Slice] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
     computed_by: dict[int, int] = field(default_factory=dict)
     """slice -> worker id, once its payload is wholly in the sums."""
     bad: dict[int, str] = field(default_factory=dict)
@@ -95,6 +89,8 @@ class StepUnderWay(StepPlan):
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)
     """worker id -> steps that it took by itself"""
+    figures: dict[int, dict[str, float]] = field(default_factory=dict)
+    """worker id -> what else it told of its part of a window"""
     first_report: float | None = None
     last_report: float = 0.0
     loss: float = math.nan
@@ -124,7 +120,7 @@ class StepUnderWay(StepPlan):
         for number in (first, second):  # what somebody who was lost told of the whole
             self.reports.pop(number, None)
         if ended_by is not None:
-            self.reports[second] = Slice(0.0, 0.0, ended_by)
+            self.reports[second] = Report(worker=ended_by)
         return (first, second), (second, second + 1)
 
     @property
@@ -179,7 +175,7 @@ class StepPlanner:
     def _planner(self, policy: Windowed, working: list[WorkerRecord]) -> WindowPlanner:
         names = unique_names(working)
         if self._windows is None:
-            self._windows = WindowPlanner(policy, names)
+            self._windows = make_planner(policy, names)
         self._windows.change(names)
         self._planned = tuple(m.worker_id for m in working)
         return self._windows
@@ -283,10 +279,10 @@ class StepPlanner:
         self._more_s = 0.0
         sync_s = max(0.0, self._run.clock - under.last_report) + self._applying_s
         reports = [
-            WindowReport(
-                wall_s=under.busy.get(who, 0.0) if who in under.batches else 0.0,
+            Report(
+                busy_s=under.busy.get(who, 0.0) if who in under.batches else 0.0,
                 batches=under.batches.get(who, 0),
-                divergence=self._divergence.get(who, 0.0),
+                figures=under.figures.get(who, {}) | {"divergence": self._divergence.get(who, 0.0)},
             )
             for who in self._planned
         ]

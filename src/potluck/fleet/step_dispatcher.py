@@ -9,8 +9,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from potluck.agree.records import Report
 from potluck.agree.terms import UNCOMPARED
 from potluck.events import EpochDone, Stalled
+from potluck.fleet.bounds import figures_of
 from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
 from potluck.fleet.description import BAD_BUFFERS
 from potluck.fleet.digests import Digests
@@ -33,7 +35,7 @@ from potluck.fleet.effects import (
 from potluck.fleet.ledger import prove
 from potluck.fleet.membership import WorkerRecord, slices_of
 from potluck.fleet.notices import Notices
-from potluck.fleet.planning import Slice, StepPlanner, StepUnderWay
+from potluck.fleet.planning import StepPlanner, StepUnderWay
 from potluck.fleet.tree import Node, cover, decide_quotas, tell_slices
 from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
 
@@ -136,7 +138,8 @@ class StepDispatcher:
             weight = (end - start) * described.samples_per_row * described.unit
             for number in range(*node):
                 rows = under.bounds[number][1] - under.bounds[number][0]
-                under.reports[number] = Slice(rows * described.samples_per_row, math.nan, member.worker_id)
+                samples = rows * described.samples_per_row
+                under.reports[number] = Report(samples=samples, loss_sum=math.nan, worker=member.worker_id)
             effects.append(Expect(member.peer, under.step, (node,), (weight,)))
             effects.append(Send(member.peer, ShardAssignment(under.step, start, end)))
         return effects + self._scale()
@@ -252,6 +255,7 @@ class StepDispatcher:
         elif 0 < report.busy_s < math.inf:
             member.measure(under.amount(told), report.busy_s)
             under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
+            under.figures[member.worker_id] = figures_of(report)
         member.busy_s += report.busy_s
         under.busy[member.worker_id] = member.busy_s
         for node in bad:
@@ -281,7 +285,8 @@ class StepDispatcher:
                 bad += [node for node in member.nodes if node[0] <= number < node[1] and node not in bad]
             elif number not in under.reports or number in under.granted:
                 under.granted.discard(number)
-                under.reports[number] = Slice(float(samples), float(loss_sum), member.worker_id)
+                who = float(member.worker_id)
+                under.reports[number] = Report(samples=float(samples), loss_sum=float(loss_sum), worker=who)
         return bad
 
     def on_plain_loss(self, peer: int, step: int, node: Node, loss: float) -> list[Effect]:
@@ -291,7 +296,7 @@ class StepDispatcher:
             return []
         for number in range(*node):
             told = given[0].reports[number]
-            told.loss_sum = loss * told.samples
+            given[0].reports[number] = told._replace(loss_sum=loss * told.samples)
         return self._scale()
 
     def on_payload(self, peer: int, step: int, node: Node) -> list[Effect]:
@@ -394,7 +399,7 @@ class StepDispatcher:
             for number in slices_of(member.nodes):
                 under.computed_by.setdefault(number, member.worker_id)
             member.nodes = []  # all is in the sums: it owes nothing, also where no other step follows
-        by = {number: under.computed_by.get(number, under.reports[number].worker_id) for number in under.reports}
+        by = {number: under.computed_by.get(number, int(under.reports[number].worker)) for number in under.reports}
         bounds = [(under.bounds[number], by[number]) for number in sorted(by)]
         ranges = tuple((*rows, who) for rows, who in bounds if rows[0] < rows[1])
         workers = tuple(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from potluck.agree.step_report import StepReport
+from potluck.agree.records import Report
 from potluck.events import WorkerStep
 from potluck.link.link import Alone, Link
 
@@ -84,7 +84,7 @@ class Grid:
         """Our pipeline's report, from those of the ranks of our replica or of all."""
         return self.merge(rows, "pipeline")[self.pipeline_of(self.link.rank % len(rows))]
 
-    def worker_steps(self, reports: Sequence[StepReport], took_s: float) -> tuple[WorkerStep, ...]:
+    def worker_steps(self, reports: Sequence[Report], took_s: float) -> tuple[WorkerStep, ...]:
         """What each rank did of a step that all began together and finished after `took_s`."""
         pipelines = self.merge(reports, "pipeline")
         return tuple(

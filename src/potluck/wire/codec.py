@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from potluck.errors import OurProtocolError, TheirProtocolError
-from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, Kind, LookOn, Message, layout
+from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, Kind, LookOn, Message, later_fields, layout
 
 _FIXED = {Kind.U8: struct.Struct("<B"), Kind.U32: struct.Struct("<I"), Kind.U64: struct.Struct("<Q")}
 _F64 = struct.Struct("<d")
@@ -89,7 +89,10 @@ def encode_parts(message: Message, codec: str = "bincode") -> list[bytes | memor
     if number >= len(chosen.messages):
         raise OurProtocolError(f"{type(message).__name__} does not travel as {codec}.")
     parts: list[bytes | memoryview] = [chosen.tag.pack(number + chosen.first_tag)]
-    for name, kind in chosen.fields(type(message)):
+    sent, later = list(chosen.fields(type(message))), later_fields(type(message))
+    while sent and later and getattr(message, sent[-1][0]) == later.get(sent[-1][0], ...):
+        sent.pop()
+    for name, kind in sent:
         parts += _encode_field(chosen, kind, getattr(message, name), f"{type(message).__name__}.{name}")
     _check_sizes(message.__class__, vars(message), len(vars(message).get("gradients", ())), OurProtocolError)
     length = sum(len(part) for part in parts)
@@ -105,8 +108,11 @@ def decode(payload: bytes | bytearray | memoryview, codec: str = "bincode") -> M
     chosen = CODECS[codec]
     reader = _Reader(memoryview(payload).cast("B"))
     kind_of_message = _read_tag(chosen, reader)
+    later = later_fields(kind_of_message)
     values = {
-        name: _decode_field(chosen, kind, reader, f"{kind_of_message.__name__}.{name}")
+        name: later[name]
+        if name in later and not reader.left
+        else _decode_field(chosen, kind, reader, f"{kind_of_message.__name__}.{name}")
         for name, kind in chosen.fields(kind_of_message)
     }
     reader.end(kind_of_message)

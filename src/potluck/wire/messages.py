@@ -72,6 +72,21 @@ class Message:
         return hash((type(self), *(_bits(getattr(self, field.name)) for field in fields(self))))
 
 
+def later(default: Any) -> Any:
+    """A last field that an older version does not know: it travels only where it is not its default."""
+    return field(default=default, metadata={"later": True})
+
+
+def later_fields(message: type[Message]) -> dict[str, Any]:
+    """The fields of a message that may be left out at its end, each with its default."""
+    if message not in _LATER:
+        _LATER[message] = {each.name: each.default for each in fields(message) if each.metadata.get("later")}
+    return _LATER[message]
+
+
+_LATER: dict[type[Message], dict[str, Any]] = {}
+
+
 class JoinRequest(Message):
     """worker -> coordinator"""
 
@@ -247,6 +262,8 @@ class SliceReport(Message):
     """Whether a gradient had no room in fp16; zeros are sent in its place, and everybody skips the step."""
     stopped: U64 = 0
     """In a window of a worker that leaves: the row before which it has stopped; 0: all rows are done."""
+    figures: String = later("")
+    """In a window: what the policy asks for beside all this, as JSON; empty: nothing."""
 
 
 class Committed(Message):
