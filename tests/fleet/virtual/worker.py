@@ -58,6 +58,8 @@ class Worker(Client):
         self.state = State(weights=options.pop("weights", fresh_weights()))
         self.drifts: dict[int, float] = options.pop("drifts", {})
         """step -> what it tells of how far it was from the others"""
+        self.figures: str = options.pop("figures", "")
+        """What it tells of each window beside times and counts."""
         self.batch_s: float = options.pop("batch_s", 0.1)
         """Of a step of its own."""
         self.own_code: Callable[[Floats], Floats] = options.pop("own_code", lambda weights: weights)
@@ -259,7 +261,17 @@ class Worker(Client):
         samples = np.array([task.bounds[n][1] - task.bounds[n][0] for n in task.numbers], "<f8")
         numbers, told = np.array(task.numbers, "<u4"), np.array(losses, "<f8")
         took_s = self.clock.now - started if work.batch else 0.0
-        report = SliceReport(work.step, numbers, samples, told, took_s, b"", task.batches, stopped=task.stopped)
+        report = SliceReport(
+            work.step,
+            numbers,
+            samples,
+            told,
+            took_s,
+            b"",
+            task.batches,
+            stopped=task.stopped,
+            figures=self.figures if work.batch else "",
+        )
         yield from self._send_work(task, report, started)
 
     def _take_batches(self, task: Task) -> Life:
