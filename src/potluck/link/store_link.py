@@ -24,42 +24,17 @@ from potluck.store.tensors import about_of, start_to_host
 from potluck.tensor_bytes import buffer, from_bytes, to_bytes
 
 
-class StoreLink(Link):
-    """All workers of a run, or a part of them. Ranks are given, not found."""
+class StorePart(Link):
+    """Some workers of a run, which count their operations by themselves."""
 
-    def __init__(self, store: Store, rank: int, world: int, *, keeps: bool = False) -> None:
-        """`keeps`: nothing is deleted before all ranks have called durable() behind it."""
-        assert 0 <= rank < world, (rank, world)
-        self.rank, self.world = rank, world
-        self._groups = StoreGroups(
-            StoreSession(store, f"worker-{rank}", f"worker {rank}"), rank, range(world), keeps=keeps
-        )
-        self._group = StoreGroup(self._groups, EVERYBODY, range(world))
-        self._parts = 0
+    def __init__(self, groups: StoreGroups, name: str, members: Sequence[int]) -> None:
+        """`members`: by their ranks in the whole run."""
+        self.rank, self.world = list(members).index(groups.rank), len(members)
+        self._groups = groups
+        self._group = StoreGroup(groups, name, members)
 
-    def part(self, groups: Sequence[Sequence[int]]) -> "StoreLink":
-        assert self._group.name == EVERYBODY, "groups are of the whole world's ranks"
-        own = next((index for index, ranks in enumerate(groups) if self.rank in ranks), None)
-        assert own is not None, f"no group holds rank {self.rank}"
-        link = object.__new__(StoreLink)
-        link.rank, link.world = list(groups[own]).index(self.rank), len(groups[own])
-        link._groups = self._groups
-        link._group = StoreGroup(self._groups, f"part-{self._parts}-{own}", groups[own])
-        self._parts += 1
-        return link
-
-    @property
-    def position(self) -> Position:
-        """Where this rank stands, parts included. Nothing may be under way."""
-        return self._groups.position
-
-    def stand_at(self, position: Mapping[str, int]) -> None:
-        """Continues from a position that was saved. Before anything else, and before the parts are made again."""
-        self._groups.stand_at(position)
-
-    def durable(self, position: Mapping[str, int] | None = None) -> None:
-        """A worker that starts again will never ask for anything before this position; none: before the present one."""
-        self._groups.tell_durable(self.position if position is None else position)
+    def part(self, groups: Sequence[Sequence[int]]) -> "StorePart":
+        raise AssertionError("groups are of the whole world's ranks")
 
     def start_sum(self, tensor: Tensor) -> Pending:
         number, about = self._group.next(), about_of(tensor)
@@ -132,9 +107,7 @@ class StoreLink(Link):
         self._group.finished(number)
 
     def close(self) -> None:
-        """The last one to close clears everything away, if all are past the same operations."""
-        if self._group.name == EVERYBODY:
-            self._groups.close()
+        """The whole closes its parts."""
 
     def _read_into(self, tensor: Tensor, number: int, about: bytes) -> None:
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -145,6 +118,40 @@ class StoreLink(Link):
         number = self._group.next()
         self._group.give(number, lambda: memoryview(data), b"")
         return number, self._groups.session.start_get(lambda: self._group.gather(number, data))
+
+
+class StoreLink(StorePart):
+    """All workers of a run. Ranks are given, not found."""
+
+    def __init__(self, store: Store, rank: int, world: int, *, keeps: bool = False) -> None:
+        """`keeps`: nothing is deleted before all ranks have called durable() behind it."""
+        assert 0 <= rank < world, (rank, world)
+        session = StoreSession(store, f"worker-{rank}", f"worker {rank}")
+        super().__init__(StoreGroups(session, rank, range(world), keeps=keeps), EVERYBODY, range(world))
+        self._parts = 0
+
+    def part(self, groups: Sequence[Sequence[int]]) -> StorePart:
+        own = next((index for index, ranks in enumerate(groups) if self.rank in ranks), None)
+        assert own is not None, f"no group holds rank {self.rank}"
+        self._parts += 1
+        return StorePart(self._groups, f"part-{self._parts - 1}-{own}", groups[own])
+
+    @property
+    def position(self) -> Position:
+        """Where this rank stands, parts included. Nothing may be under way."""
+        return self._groups.position
+
+    def stand_at(self, position: Mapping[str, int]) -> None:
+        """Continues from a position that was saved. Before anything else, and before the parts are made again."""
+        self._groups.stand_at(position)
+
+    def durable(self, position: Mapping[str, int] | None = None) -> None:
+        """A worker that starts again will never ask for anything before this position; none: before the present one."""
+        self._groups.tell_durable(self.position if position is None else position)
+
+    def close(self) -> None:
+        """The last one to close clears everything away, if all are past the same operations."""
+        self._groups.close()
 
 
 class _Operation:
@@ -204,7 +211,7 @@ class DeferredStoreLink:
     for."""
 
     def __init__(self) -> None:
-        self._links: list[StoreLink] = []
+        self._links: list[StorePart] = []
         """The whole, and then its parts."""
         self._asked: list[Sequence[Sequence[int]]] = []
 
@@ -222,7 +229,7 @@ class DeferredStoreLink:
             self._links.append(self._links[0].part(groups))
         return len(self._asked)
 
-    def link(self, number: int) -> StoreLink:
+    def link(self, number: int) -> StorePart:
         assert self._links, "nobody speaks before the store is known to be this run's"
         return self._links[number]
 
@@ -238,7 +245,7 @@ class ReplayedLink(Link):
         self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
 
     @property
-    def inner(self) -> StoreLink:
+    def inner(self) -> StorePart:
         return self.door.link(self._number)
 
     def part(self, groups: Sequence[Sequence[int]]) -> "ReplayedLink":

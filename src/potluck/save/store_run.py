@@ -88,12 +88,12 @@ class StoreRun:
         """Makes this worker's place its own, if the store is this run's or nobody's; else another run is there."""
         rank, world, keeps = self._place
         self._run = move_in(self._hall, tenant, rank)
-        inner = StoreLink(self._hall, rank, world, keeps=keeps)
+        self._whole = StoreLink(self._hall, rank, world, keeps=keeps)
         self.kept = self._look()
         if self.kept is not None:
-            inner.stand_at(self.kept.notes["position"])
+            self._whole.stand_at(self.kept.notes["position"])
             self.link.log.hear_again(self.kept.notes["told"])
-        self.link.door.open(inner)
+        self.link.door.open(self._whole)
 
     def _open(self, run: str) -> Store:
         protocol = self._protocol
@@ -107,7 +107,7 @@ class StoreRun:
         """If it is killed, this worker resumes here, and what came before may go. `passes`: of micro-batches so far.
         `without`: entries of the model's state_dict that are left out."""
         self.link.log.seal()
-        position = self.link.inner.position
+        position = self._whole.position
         told = notes | {"position": position, "told": self.link.log.told, "run": self._run}
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             (Path(folder) / NOTES).write_text(json.dumps(told))
@@ -117,7 +117,7 @@ class StoreRun:
             self.give_files(self._key, Path(folder))
         if self._channel is not None:
             self._channel.consumed(passes)
-        self.link.inner.durable(position)
+        self._whole.durable(position)
 
     def forget(self, passes: int) -> None:
         """Let go of what came in these passes, where nothing is kept."""
@@ -146,7 +146,7 @@ class StoreRun:
         if not self._run:
             self.close()
             return
-        self.link.inner.durable()
+        self._whole.durable()
         if self._channel is not None:
             self._channel.end()
         # Also files that nobody took since they were given twice, and what was being written when we were killed.
