@@ -32,7 +32,7 @@ machine was away: paused, or outside of its hours."""
 TAKEN_BACK = "its machine is taken back (SIGTERM)"
 
 PAGE_POINTER = "POTLUCK_PAGE_POINTER"
-"""Tells whoever keeps the run folder where to write which one it is: for the page that shows it."""
+"""Tells the process that keeps the run folder where to write which one it is: for the page that shows it."""
 QUIET = "POTLUCK_QUIET"
 """Set for workers whose host shows the run."""
 

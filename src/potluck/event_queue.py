@@ -1,6 +1,6 @@
 """Events on their way to somebody who may be slow or stand still: a terminal, a file, a tracker.
 
-An Outlet makes its calls in a thread of its own, in order, so that whoever emits an event never waits for a terminal or
+An Outlet makes its calls in a thread of its own, in order, so that an emitter never waits for a terminal or
 a disk. What waits is bounded: the oldest events are left out where there are too many. Knows nothing of what becomes of
 an event.
 """

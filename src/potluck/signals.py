@@ -60,7 +60,7 @@ _asked: set[int] = set()
 
 
 def is_taken_back() -> bool:
-    """Whether this process was asked to stop by SIGTERM: by whoever wants the machine, and by no person."""
+    """Whether this process was asked to stop by SIGTERM: by something that wants the machine, and by no person."""
     return signal.SIGTERM in _asked
 
 

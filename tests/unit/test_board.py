@@ -24,7 +24,7 @@ MOST_WRITES = {"RunState": 55, "Loader": 15}
 MOST_SHARED = {"RunState": 14, "Loader": 4}
 """Fields that several modules assign, their own included."""
 
-MOST_FRAGMENTS, MOST_VAGUE_NAMES = 278, 78
+MOST_FRAGMENTS, MOST_VAGUE_NAMES = 40, 40
 FRAGMENTS = (
     *("Of ", "What ", "The same", "Those ", "Whoever ", "As ", "So ", "Nothing of", "Which ", "In which", "By which"),
     *("Under which", "Before which", "After which"),

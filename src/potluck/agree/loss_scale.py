@@ -1,7 +1,7 @@
 """LossScale: what a loss is multiplied by before its backward, so that gradients of fp16 neither vanish nor overflow.
 
 It is a power of two, so that it changes no digit of a gradient that fits. It falls with a step that is not finite, and
-rises after many that are, as torch's GradScaler does. Whoever steps together decides alike, and so has the same. Pure.
+rises after many that are, as torch's GradScaler does. All who step together decide alike, and so have the same. Pure.
 """
 
 import math

@@ -177,7 +177,7 @@ class RayActors:
             slot.work = self._begin(slot.actor, slot)
 
     def follow(self, line: str, script: list[str], settings: tuple[str, ...], patience_s: float) -> None:
-        """All who are seated join, and until close() whoever comes."""
+        """Let all actors join, and until close() any that comes."""
 
         def begin(actor: Any, slot: ActorSlot) -> Any:
             return actor.take_part.remote(line, script, to_dict(slot.config), settings, patience_s)

@@ -99,7 +99,7 @@ class Fetcher:
             multiprocessing_context=options.context,
             timeout=options.timeout_s,
             worker_init_fn=_OnStart(options.on_start),
-            persistent_workers=True,  # what is wanted may change, and they must not start anew
+            persistent_workers=True,  # what is wanted may change, and they must not start again
         )
 
     def _guarded(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -73,7 +73,7 @@ class Loader:
         self._fetched: Iterator[Any] = iter(())
         self._ahead: Any = None
         self.turns = Turns()
-        """Each batch is given once for each of them; whoever steps says whose it is."""
+        """Each batch is given once for each of them; the one that steps says whose it is."""
         self._turn_given = 0
         if self.rows == 0:
             raise ConfigError("The dataset is empty.")

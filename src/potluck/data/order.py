@@ -51,7 +51,7 @@ class Order(Protocol):
 
 
 class Shuffled:
-    """Each row once, shuffled anew for each epoch."""
+    """Gives each row once, in another shuffled order for each epoch."""
 
     has_gaps, counted = False, ""
 

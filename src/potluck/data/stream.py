@@ -205,7 +205,7 @@ class StreamRows(Dataset[Any]):
                     f" {mark.place // self.rows + 1} than when that was read before. It must give the same rows each"
                     " time it is read: seed what it shuffles by, or give it set_epoch(), or a state_dict()."
                 )
-            # Such as those of a stream that fills its buffer of shuffled rows anew.
+            # Such as those of a stream that fills its buffer of shuffled rows again.
             self._trusts_states, self._begun_by_state = False, None
             self.notice(
                 "The state of the stream does not lead back to the same rows, as where it fills a buffer anew. It is"

@@ -12,8 +12,8 @@ In the last step of an epoch there may be fewer rows than workers; one that has 
 and its loop body does not run. What must happen at every step on every worker belongs in `fleet.after_step`; a
 learning-rate scheduler is prepare()'s. An optimizer.zero_grad() is not needed, and does nothing.
 
-It is made of a run's state and three parts, none of which knows which kind the others are: layers say how rows go
-through this worker's replica, rounds how replicas agree, and the keeper who keeps the run. parts.py puts them together.
+It is made of a run's state and three parts, none of which knows which kind the others are: the replica says how rows go
+through it, rounds how replicas agree, and the lifecycle who keeps the run. engine_parts.py puts them together.
 """
 
 import atexit

@@ -1,7 +1,7 @@
 """MemberDriver: a Member at work, over a client, for a run that computes. One pump receives, and does what follows.
 
 All that a worker says to its host and hears from it passes through here. What it means is decided by fleet/member.py;
-what a state is, the run's keeper knows (host_lifecycle.py). The ranks of a node each have a MemberDriver of their own,
+what a state is, the lifecycle knows (host_lifecycle.py). The ranks of a node each have a MemberDriver of their own,
 over a client that lets all of them hear the same.
 """
 

@@ -1,4 +1,4 @@
-"""Rounds: what a run does from one agreement of its replicas to the next. Steps, Windows and LedRounds are its kinds.
+"""Rounds: what a run does from one agreement of its replicas to the next. Steps, Windows and HostRounds are its kinds.
 
 Rounds talk to the other replicas. How rows go through this one is up to the replica (replica.py, staged.py), and who
 keeps the run to its lifecycle (lifecycle.py). None knows which of the others' kinds it works with.

@@ -46,9 +46,9 @@ class Pipe:
         self.heard_at = time.monotonic()
         self.sent_bytes = 0
         self.received_bytes = 0
+        """Bytes of messages, before they are encrypted; sent_bytes too."""
         self.spared_sent_bytes = self.spared_received_bytes = 0
         """How many more they would have been, had what was coded travelled as floats."""
-        """Of messages, before they are encrypted."""
         self._tls = connection if isinstance(connection, ssl.SSLSocket) else None
         self.is_local = CAN_SHARE and self._tls is None and connection.family == socket.AF_UNIX
         """Whether the peer is a process of this machine with which memory can be shared."""

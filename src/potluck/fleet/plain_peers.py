@@ -1,6 +1,6 @@
 """Peers that speak the eleven published messages and no other: who of them may take part, and when they must go. Pure.
 
-What they are given of a step is in rounds.py and planning.py: there they are workers that are asked for less.
+step_dispatcher.py and planning.py give them their part of a step: there they are workers that are asked for less.
 """
 
 from dataclasses import dataclass

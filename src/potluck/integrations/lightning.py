@@ -130,7 +130,7 @@ class PotluckStrategy(SingleDeviceStrategy):
         return steps
 
     def _batches_of_epoch(self, dataloader: "DataLoader[Any]") -> int:
-        """Count the batches of an epoch, by Lightning's own rule: it ends after them, and the next begins anew."""
+        """Count the batches of an epoch, by Lightning's own rule: it ends after them, and the next one begins."""
         limit, count = self._trainer.limit_train_batches, len(dataloader)
         most = min(limit, count) if isinstance(limit, int) else int(count * limit)
         if most < count and isinstance(dataloader.dataset, IterableDataset):

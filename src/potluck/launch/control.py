@@ -89,7 +89,7 @@ def controlled(name: str, run: str) -> Iterator[Control]:
         shutil.rmtree(folder, ignore_errors=True)  # of a process that had this number before
         folder.mkdir(mode=0o700)
         file: IO[Any] = (folder / LOCK).open("w")
-        lock(file, wait=True)  # whoever looks for joiners holds it for a moment
+        lock(file, wait=True)  # a process that looks for joiners holds it for a moment
     except OSError as error:  # in a container, say, without a home; or on a file system without locks
         say(f"potluck pause will not find this worker: cannot write {folder}: {error.strerror}.")
         yield Control(None, run)

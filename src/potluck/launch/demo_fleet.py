@@ -62,7 +62,7 @@ def demo_fleet(order: FleetOrder) -> int:
     """Returns the exit code."""
     check(order)
     console = Console(highlight=False)
-    console.soft_wrap = not console.is_terminal  # elsewhere, whoever reads it breaks the lines
+    console.soft_wrap = not console.is_terminal  # elsewhere, the reader breaks the lines
     folder = find_folder(order.out)
     for each in (folder, folder / "logs"):
         make_run_folder(each)  # for its owner alone: the host's words hold the invite

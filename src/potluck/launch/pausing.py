@@ -41,7 +41,7 @@ def resume(name: str | None) -> int:
 
 
 def _next_state(joiner: Found, before: State) -> State:
-    """One that has another reason to be away says so anew, and one that works says that."""
+    """One that has another reason to be away says so again, and one that works says that."""
     wait_until(lambda: joiner.state() != before, 2.0)
     return joiner.state()
 

@@ -98,7 +98,7 @@ def _end_with_parent() -> None:
 
 def _hear_early() -> None:
     """A worker that comes and goes may be told to go before it has anything to hand over: by Ctrl-C from its parent, or
-    by SIGTERM from whoever takes the machine back, which would otherwise look like a crash."""
+    by SIGTERM from the one that takes the machine back, which would otherwise look like a crash."""
     if INVITE in os.environ:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name in os.environ.get(IGNORED, "").split():

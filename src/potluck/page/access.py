@@ -40,7 +40,7 @@ class Access:
     """The address that is listened on."""
     port: int
     token: str = field(repr=False)
-    """Empty: whoever is the same user of this machine may look."""
+    """Token in the link; empty: any process of the same user of this machine may look."""
     encrypted: bool = False
 
     @property

@@ -1,6 +1,6 @@
 """The process that serves a page: python -m potluck.page.serve, with its settings as one line of standard input.
 
-It ends when that input does: with whoever started it, however that ended. What a person orders is written to its
+It ends when that input does: with the process that started it, however that ended. A person's orders are written to its
 standard output, a line each. It gives way to whatever trains on the same machine.
 """
 

@@ -1,6 +1,6 @@
 """The page's server: three files, one stream of what has changed, and the figures as Prometheus reads them.
 
-Reads a run folder through RunReader. What a person orders goes to whoever started this process, if that allowed it.
+Reads a run folder through RunReader. A person's orders go to the process that started this one, if it allows them.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class PageServer:
         self.reader.close()
 
     async def _read(self) -> None:
-        """Follows the folder. Between two pieces whoever looks has a turn."""
+        """Follow the folder. Between two pieces, anyone who looks has a turn."""
         while True:
             has_more = self.reader.read_on()
             await asyncio.sleep(0 if has_more else LOOK_S)

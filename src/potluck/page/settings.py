@@ -1,4 +1,4 @@
-"""PageSettings: what the process that serves a page is told by whoever starts it."""
+"""PageSettings: the settings of the process that serves a page, from the one that starts it."""
 
 import json
 from dataclasses import asdict, dataclass

@@ -172,7 +172,7 @@ class PageProcess:
 
 @contextmanager
 def page_of_training(address: PageAddress | None, out: str | None) -> Iterator[None]:
-    """The page of runs that are started within, one after the other: whoever keeps a run's folder says which it is."""
+    """Show a page of the runs that are started within, one by one: the process that keeps a folder says which it is."""
     if address is None:
         yield
         return

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-00000120` with safetensors files and manifest.json, which holds everything else and a
 checksum of each file. It is written beside its place and renamed into it, so that a kill at any moment leaves the one
-before it whole. Knows nothing of links: rank 0 alone touches the disk, but for a model that is split (together.py).
+before it whole. Knows nothing of links: rank 0 alone touches the disk, but for a model that is split (split_saves.py).
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """Several optimizers as one: TurnOptimizer steps the one whose turn it is, JointOptimizer all of them.
 
-Its groups are theirs, one after the other, and its state is theirs: whoever changes one has changed the other. So
+Its groups are theirs, one after the other, and its state is theirs: to change one is to change the other. So
 whatever splits, saves, loads or averages an optimizer need not know that it is several.
 """
 

@@ -80,7 +80,7 @@ class Progress:
             case CheckpointSaved() if self._live is not None:
                 pass
             case Noticed() | Ordered():
-                pass  # whoever emits these says them too
+                pass  # the one that emits these says them too
             case RunEnded():
                 if self._live is not None and self._sums:
                     self._live.update(self._picture(of_run=True))

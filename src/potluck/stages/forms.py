@@ -290,7 +290,7 @@ def forms_of(layer: Layer) -> tuple[Form, ...]:
 
 
 def renumbered(form: Form, numbers: dict[int, int]) -> Form:
-    """Number a form's tensors anew; those that have no number are not sent."""
+    """Renumber a form's tensors; those that have no number are not sent."""
     [(kind, inner)] = form.items()
     if kind == "tensor":
         return {kind: numbers.get(inner)}

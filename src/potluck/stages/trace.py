@@ -3,7 +3,7 @@
 Crossings: where the model can be cut between two layers, and what would go from one stage to the next. A cut lies
 behind a layer, or behind one of the operations that the model's own forward does after it: wherever all that is still
 needed was made by them. `x = x + block(x)` is cut behind the sum, since there only x is needed. What was made from
-parameters alone, by no layer, need not travel: every stage that uses it computes it anew.
+parameters alone, by no layer, need not travel: every stage that uses it computes it again.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -360,7 +360,7 @@ class Crossings:
             candidates.append((len(carried), len(old), last))
             if not old:
                 break
-        if candidates:  # the fewest to carry and to compute anew, and the earliest of those
+        if candidates:  # the fewest to carry and to compute again, and the earliest of those
             return self._end_behind(start, min(candidates)[-1])
         if place == len(layers):  # all that follows belongs to the last layer
             return End(len(self._events) - 1, narrow(self._events[start].form, set()), frozenset())

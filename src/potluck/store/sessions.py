@@ -138,7 +138,7 @@ class Background:
             done, work = taken
             try:
                 done.set_result(work())
-            except BaseException as error:  # for whoever waits for the result: here it would end the thread alone
+            except BaseException as error:  # raised where the result is waited for: here it would end the thread alone
                 done.set_exception(error)
             del taken, done, work  # otherwise a thread without work would hold the last tensor
             with self._lock:
