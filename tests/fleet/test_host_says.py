@@ -74,7 +74,7 @@ def test_a_run_whose_last_steps_had_no_loss_ends_well(tmp_path: Path, capfd: pyt
             record = StepRecord(step, 0, 0, 8, 8 * step, 8.0, loss, (), ())
             host.journal.record(record)
             host._on_step(record, 0.1, 1.0, "")
-            core.standing.version = step
+            core.standing = replace(core.standing, version=step, step=step)
         host._end(Finish("finished"))
         assert host._summarize(Finish("finished")) == 0
     assert "Finished 3 steps in" in (said := capfd.readouterr().out) and "loss nan" in said

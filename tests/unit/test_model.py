@@ -106,8 +106,7 @@ def test_what_does_not_fit_is_refused_with_the_figures(
 ) -> None:
     monkeypatch.setattr(recipe_module, "machine_bytes", lambda: 8 * 10**9)
     config = from_toml(RunConfig, 'name = "x"', source="here", overrides=overrides)
-    two = {"link": SimpleNamespace(world=2), "layers": SimpleNamespace(pipelines=2)}
-    engine = SimpleNamespace(world=2, device=torch.device("cpu"), is_led=False, **two)
+    engine = SimpleNamespace(world=2, ranks=2, pipelines=2, device=torch.device("cpu"), is_led=False)
     if said is None:
         recipe_module._check_memory(config, engine, rows=10**6)  # type: ignore[arg-type]
         return

@@ -17,7 +17,7 @@ from potluck.agree.policy import Cadence
 from potluck.composition import Wanted
 from potluck.engine.node_client import NodeClient
 from potluck.engine.node_parts import NodeParts
-from potluck.engine.start import led_engine
+from potluck.engine.start import hosted_engine
 from potluck.engine.switches import StepConfig
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, PotluckError
@@ -163,7 +163,7 @@ def prepare_a_batch_of_a_row_each() -> list[str]:
     spoken: Any = Spoken() if link.rank == 0 else None
     client, device = NodeClient(spoken, link, name="n"), torch.device("cpu")
     wanted = Wanted(policy=Cadence.published(), strategy=HybridShard(intra_node_size=2), has_host=True)
-    engine = led_engine(client, device, link, wanted, StepConfig())
+    engine = hosted_engine(client, device, link, wanted, StepConfig())
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.prepare(model, optimizer, (torch.zeros(8, 3), torch.zeros(8, 4)), batch_size=2)

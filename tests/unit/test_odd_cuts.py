@@ -169,6 +169,7 @@ def test_layers_that_the_model_itself_checkpoints_are_computed_again_with_the_sa
         handle.remove()
     model.zero_grad()
     measure(model, squares, numbers())
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     torch.testing.assert_close(loss_in_stages(stages_of(model), squares, numbers(), seed=3), loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], msg=name)
@@ -179,8 +180,10 @@ def test_layers_that_the_model_itself_checkpoints_are_computed_again_with_the_sa
     [("after", "together with operations that follow it"), ("reentrant", "use use_reentrant=False")],
 )
 def test_other_checkpoints_are_refused_before_the_first_step_with_what_to_do(what: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence) as refusal:
         measure(Checkpointed(what), squares, numbers())
+    assert refusal.value.__traceback__ is not None  # which is held here, and with it whatever its frames hold
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def with_a_hook(model: nn.Module, batch: Tensor) -> Tensor:

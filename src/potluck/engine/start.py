@@ -65,7 +65,7 @@ def init(
         wanted = _with_ranks(wanted)  # what is refused must not have joined
         is_first = wanted.world == 1 or not is_later_rank()
         client = connect(read_invite(None), device, wanted.world) if is_first else None
-        return _led_engine(*as_one_worker(client, device, wanted.world), wanted, step)
+        return hosted_engine(*as_one_worker(client, device, wanted.world), wanted, step)
     if stages is not None:
         return _in_stages(wanted, stages, device, step, patience_s)
     link = join_group(device, patience_s)
@@ -111,7 +111,7 @@ class Joined:
         wanted, joined = _with_ranks(wanted), (self._client, self._device, self._link)
         if isinstance(self._client, Client):
             joined = as_one_worker(self._client, self._device, wanted.world)
-        return _led_engine(*joined, wanted, step)
+        return hosted_engine(*joined, wanted, step)
 
     def close(self) -> None:
         self._client.close()
@@ -183,8 +183,8 @@ def as_one_worker(
         raise
 
 
-def _led_engine(
+def hosted_engine(
     client: "Client | NodeClient", device: torch.device, link: Link, wanted: Wanted, step: StepConfig
 ) -> Engine:
-    """Of a worker that a host leads."""
+    """Build the engine of a worker that a host leads."""
     return Engine(link, device, step=step, wanted=wanted, parts=lambda run: under_host(run, client))

@@ -7,6 +7,7 @@ and the call around it keeps nothing of it.
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,13 @@ def _around() -> Any:
     """The hooks of the checkpoint that runs."""
     outer = _hooks._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
     return outer if outer is not None and outer[0].__qualname__.startswith("_checkpoint_hook.") else None
+
+
+def close_checkpoints(error: BaseException) -> None:
+    """End each checkpoint that this error has left in the middle. Its hooks on saved tensors go with its generator,
+    which a frame of the traceback holds, for as long as a collector of garbage likes: until then they would keep, and
+    later compute again, whatever this process does next."""
+    traceback.clear_frames(error.__traceback__)
 
 
 def check_keeps_buffers(name: str) -> None:

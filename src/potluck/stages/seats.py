@@ -28,7 +28,7 @@ from potluck.stages.forms import (
     with_arguments,
 )
 from potluck.stages.plan import Form
-from potluck.stages.recomputing import check_not_again, checkpointed
+from potluck.stages.recomputing import check_not_again, checkpointed, close_checkpoints
 
 Activation = tuple[Tensor, ...]
 """The tensors that go from one stage to the next."""
@@ -336,6 +336,7 @@ def left(kind: type[nn.Module]) -> type[nn.Module]:
             if reached.by is not self._now:
                 raise
             self._now.is_left = True
+            close_checkpoints(reached)
             return reached.activation
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807

@@ -29,7 +29,12 @@ from potluck.stages.forms import (
     tensors_in,
 )
 from potluck.stages.plan import Form
-from potluck.stages.recomputing import check_keeps_buffers, check_not_for_gradient, check_not_reentrant
+from potluck.stages.recomputing import (
+    check_keeps_buffers,
+    check_not_for_gradient,
+    check_not_reentrant,
+    close_checkpoints,
+)
 from potluck.stages.seats import generators_of, seed_of
 from potluck.words import plural
 
@@ -107,7 +112,7 @@ class ModelTrace:
                     parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
                 self.sow(0)
                 with self._listener:
-                    result = loss_of(self._model, batch)
+                    result = _run(loss_of, self._model, batch)
                 self._touch(())
                 self._end(result)
             finally:
@@ -264,6 +269,14 @@ class ModelTrace:
                     seen.add(behind)
                     waiting.append(behind)
         return marks, leaves
+
+
+def _run(loss_of: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Any:
+    try:
+        return loss_of(model, batch)
+    except ConfigError as error:
+        close_checkpoints(error)
+        raise
 
 
 class _Marked(torch.autograd.Function):

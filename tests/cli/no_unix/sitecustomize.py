@@ -3,12 +3,15 @@
 Modules are refused to Potluck alone: the standard library and torch, which are another build there, may need them here.
 """
 
+import asyncio  # noqa: F401  (it and psutil are another build there, and ask Unix here when they are imported)
 import builtins
 import os
 import select
 import signal
 import socket
 import sys
+
+import psutil  # noqa: F401
 
 UNIX = {"fcntl", "resource", "pwd", "grp", "termios", "pty", "syslog"}
 usual_import = builtins.__import__
