@@ -60,13 +60,19 @@ def test_the_site_shows_every_page() -> None:
 
 
 def index() -> str:
-    titles = [re.split(r"\. ", page.read_text(encoding="utf-8").splitlines()[0], maxsplit=1) for page in DECISIONS]
-    rows = [
-        f"| {page.name[:4]} | [{title[-1].removeprefix('# ')}]({page.name}) |"
-        for page, title in zip(DECISIONS, titles, strict=True)
+    """The decisions by room, each with its status; and before them what a person has written."""
+    rooms: dict[str, list[str]] = {}
+    for page in DECISIONS:
+        text = page.read_text(encoding="utf-8")
+        found = re.match(r"# (\d+)\. (.+)\n\nRoom: (.+?)\. Status: (.+)\.\n", text)
+        assert found, f"{name(page)} begins with '# {int(page.name[:4])}. Title', then 'Room: R. Status: S.'"
+        number, title, room, status = found.groups()
+        rooms.setdefault(room, []).append(f"| {number} | [{title}]({page.name}) | {status} |")
+    head = INDEX.read_text(encoding="utf-8").partition("\n## By room")[0].rstrip()
+    tables = [
+        f"### {room[0].upper()}{room[1:]}\n\n| | | |\n|---|---|---|\n" + "\n".join(rows) for room, rows in rooms.items()
     ]
-    head = INDEX.read_text(encoding="utf-8").split("| | |")[0].rstrip()
-    return "\n".join([head, "", "| | |", "|---|---|", *rows, ""])
+    return "\n\n".join([head, "## By room", *tables]) + "\n"
 
 
 def test_the_index_has_every_decision_and_no_other() -> None:
