@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -62,54 +61,15 @@ def test_a_folder_for_hugging_face_has_the_same_logits_and_the_same_bytes(run: P
         Export(source=str(run), out=str(out), hf=True)()
 
 
-def test_a_file_for_llama_cpp_reads_back_as_it_was_written(run: Path, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    out = tmp_path / "model.gguf"
-    assert Export(source=str(run / "checkpoints"), out=str(out), gguf=True)() == 0
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    read = gguf.GGUFReader(out)
-    told = {name: field.contents() for name, field in read.fields.items()}
-    assert told["general.architecture"] == "llama"
-    sizes = {"block_count": 2, "embedding_length": 24, "feed_forward_length": 40, "context_length": 64}
-    sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 6, "vocab_size": 260}
-    assert {name: told[f"llama.{name}"] for name in sizes} == sizes
-    assert told["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(2**-23)
-    words = told["tokenizer.ggml.tokens"]
-    assert len(words) == 260 and (words[65], words[32], words[256]) == ("A", "Ġ", "<unused256>")
-    assert told["tokenizer.ggml.merges"], "llama.cpp refuses a vocabulary without"
-    tensors = {tensor.name: np.array(tensor.data) for tensor in read.tensors}
-    model = model_of(run)
-    own = dict(model.named_parameters())
-    assert len(tensors) == len(own)
-    block = own["blocks.1.down.weight"].detach().numpy()
-    assert np.array_equal(tensors["blk.1.ffn_down.weight"], block)
-    assert np.array_equal(tensors["token_embd.weight"], own["embedding.weight"].detach().numpy())
-    assert np.array_equal(tensors["output.weight"], own["lm_head.weight"].detach().numpy())
-    for name, heads in (("w_q", 4), ("w_k", 2)):  # llama.cpp turns numbers 2i and 2i + 1, and we i and i + half
-        found = tensors[f"blk.0.attn_{name[-1]}.weight"].reshape(heads, 3, 2, 24)
-        ours = own[f"blocks.0.{name}.weight"].detach().numpy().reshape(heads, 2, 3, 24)
-        assert np.array_equal(found, ours.swapaxes(1, 2))
-    # Another reader than its writer: it puts them back, and must come to our logits.
-    transformers = pytest.importorskip("transformers")
-    other = transformers.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
-    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        torch.testing.assert_close(other(tokens).logits, model(tokens), rtol=0, atol=1e-5)
-
-
 def test_a_tokenizer_that_was_learnt_is_exported_with_the_model(run: Path, tmp_path: Path) -> None:
-    transformers, gguf = pytest.importorskip("transformers"), pytest.importorskip("gguf")
+    transformers = pytest.importorskip("transformers")
     learnt = learn_pieces(b"the cat and the hat and the bat\n" * 20, 260)
     (run / TOKENIZER).write_text(learnt.json)
     assert Export(source=str(run), out=str(tmp_path / "hf"), hf=True)() == 0
-    assert Export(source=str(run), out=str(tmp_path / "gguf"), gguf=True)() == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer("the cat sat")["input_ids"]
     assert ids == learnt.encode(b"the cat sat").tolist() and tokenizer.decode(ids) == "the cat sat"
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
-    told = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "gguf").fields.items()}
-    assert told["tokenizer.ggml.tokens"][ids[0]] == tokenizer.convert_ids_to_tokens(ids)[0]
-    assert len(told["tokenizer.ggml.merges"]) == 260 - 257 and "h e" in told["tokenizer.ggml.merges"]
 
 
 def test_what_is_no_run_of_the_built_in_model_is_refused(run: Path, tmp_path: Path) -> None:
@@ -117,17 +77,15 @@ def test_what_is_no_run_of_the_built_in_model_is_refused(run: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match=r"There is no run\.toml"):
         Export(source=str(run), out=str(tmp_path / "hf"), hf=True)()
     assert not (tmp_path / "hf").exists()
-    with pytest.raises(ConfigError, match="one of them at a time"):
-        Export(source=str(run), out=str(tmp_path / "x"), hf=True, gguf=True)()
+    with pytest.raises(ConfigError, match=r"Write a folder with --hf, and convert it with llama\.cpp's own script"):
+        Export(source=str(run), out=str(tmp_path / "x"), gguf=True)()
 
 
-@pytest.mark.parametrize("kind", ["hf", "gguf"])
 def test_a_person_is_told_of_what_they_asked_for_and_nothing_else_stays(
-    kind: str, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("gguf")
     place = tmp_path / "place"
     place.mkdir()
-    assert Export(source=str(run), out=str(place / "mine"), **{kind: True})() == 0
+    assert Export(source=str(run), out=str(place / "mine"), hf=True)() == 0
     assert f"Wrote {place / 'mine'}: " in capfd.readouterr().err
     assert [path.name for path in place.iterdir()] == ["mine"]

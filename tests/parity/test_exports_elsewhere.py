@@ -1,6 +1,6 @@
-"""Exports in the programs that they are for: llama.cpp has our logits and our tokens, and lm-eval our likelihoods.
+"""Exports in the program that they are for: lm-eval has our likelihoods.
 
-Both may be installed in environments of their own, whose Pythons are named by LLAMA_PYTHON and LM_EVAL_PYTHON.
+It may be installed in an environment of its own, whose Python is named by LM_EVAL_PYTHON.
 """
 
 import json
@@ -22,18 +22,6 @@ from potluck.train.word_pieces import TOKENIZER, learn_pieces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SIZES = ModelConfig(vocab=300, dim=24, layers=2, heads=4, kv_heads=2, hidden=40, context=64)
-TEXT = "Grüße, 世界!  the cat's\n\nhat and 123"
-IN_LLAMA_CPP = """
-import json, sys, llama_cpp
-told = json.load(sys.stdin)
-llama = llama_cpp.Llama(
-    told["file"], n_ctx=64, n_threads=1, logits_all=True, verbose=False,
-    type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
-)
-llama.eval(told["tokens"])
-ids = llama.tokenize(told["text"].encode(), add_bos=False)
-print(json.dumps({"logits": llama._scores.tolist(), "ids": ids, "text": llama.detokenize(ids).decode()}))
-"""
 TASK = """
 task: made_up
 dataset_path: json
@@ -80,21 +68,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, GPT, Any]
     learnt = learn_pieces(b"the cat and the hat and the bat, it's 12 o'clock\n" * 20, 300)
     (folder / TOKENIZER).write_text(learnt.json)
     return folder, model, lambda text: learnt.encode(text.encode()).tolist()
-
-
-def test_llama_cpp_has_our_logits_and_our_tokens(run: tuple[Path, GPT, Any], tmp_path: Path) -> None:
-    python = python_with("llama_cpp", "LLAMA_PYTHON")
-    folder, model, encode = run
-    out = tmp_path / "model.gguf"
-    assert Export(source=str(folder), out=str(out), gguf=True)() == 0
-    tokens = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
-    told = json.dumps({"file": str(out), "tokens": tokens.tolist(), "text": TEXT})
-    done = subprocess.run([python, "-c", IN_LLAMA_CPP], input=told, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    with torch.no_grad():
-        torch.testing.assert_close(torch.tensor(found["logits"]), model(tokens[None])[0], rtol=0, atol=1e-4)
-    assert found["ids"] == encode(TEXT) and found["text"] == TEXT
 
 
 def test_lm_eval_has_our_likelihoods(run: tuple[Path, GPT, Any], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ class Export:
     """Write a checkpoint's model as one plain safetensors file, whichever way the run had split it.
 
     Streams: it needs no more memory for a large model than for a small one. The built-in model is also written as a
-    folder for Hugging Face's libraries (--hf) or as a file for llama.cpp (--gguf).
+    folder for Hugging Face's libraries (--hf), which llama.cpp's own script converts for it.
     """
 
     source: Annotated[
@@ -29,16 +29,20 @@ class Export:
     hf: Annotated[bool, tyro.conf.arg(help="A folder that from_pretrained() loads, as a llama. OUT is its name.")] = (
         False
     )
-    gguf: Annotated[bool, tyro.conf.arg(help="A file for llama.cpp. OUT is its name.")] = False
+    gguf: Annotated[bool, tyro.conf.arg(help="Say how llama.cpp's own script makes its file of a --hf folder.")] = False
 
     def __call__(self) -> int:
+        source, out = Path(self.source), Path(self.out)
+        if self.gguf:
+            raise ConfigError(
+                "potluck export writes no GGUF file. Write a folder with --hf, and convert it with llama.cpp's own"
+                " script: python convert_hf_to_gguf.py FOLDER --outfile FILE.gguf. The model/ folder of a run of"
+                " potluck finetune is one already."
+            )
+        if self.hf:
+            from potluck.train.other_formats import export_hf
+
+            return export_hf(source, out, ema=self.ema)
         from potluck.save.export import export
 
-        source, out = Path(self.source), Path(self.out)
-        if self.hf or self.gguf:
-            from potluck.train.other_formats import export_gguf, export_hf
-
-            if self.hf and self.gguf:
-                raise ConfigError("--hf writes a folder and --gguf a file. Ask for one of them at a time.")
-            return (export_hf if self.hf else export_gguf)(source, out, ema=self.ema)
         return export(source, out, ema=self.ema)

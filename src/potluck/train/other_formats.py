@@ -1,18 +1,14 @@
-"""The built-in model for other programs: a folder for Hugging Face's libraries, a file for llama.cpp. It is a llama.
+"""The built-in model for other programs: a folder for Hugging Face's libraries, to which it is a llama.
 
 Text is read by the tokenizer that the run has learnt, or byte by byte.
 """
 
 import json
-import math
 import re
 import tempfile
 import tomllib
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from potluck.errors import ConfigError
 from potluck.files import publish
@@ -25,9 +21,6 @@ EPSILON = 2.0**-23
 THETA = 10_000.0
 END = 0
 """The token that ends a text: byte 0, which text does not have; of a tokenizer that was learnt, its special one."""
-
-NEVER = "<never> <never>"
-"""Merge for a vocabulary of bytes: llama.cpp refuses one without merges, and of these two nothing is ever made."""
 
 HF_NAMES = {
     "embedding": "model.embed_tokens",
@@ -43,20 +36,6 @@ HF_NAMES = {
     "input_norm": "input_layernorm",
     "post_attn_norm": "post_attention_layernorm",
 }
-GGUF_NAMES = {
-    "embedding": "token_embd",
-    "final_norm": "output_norm",
-    "lm_head": "output",
-    "w_q": "attn_q",
-    "w_k": "attn_k",
-    "w_v": "attn_v",
-    "w_o": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-    "input_norm": "attn_norm",
-    "post_attn_norm": "ffn_norm",
-}
 
 
 def export_hf(source: Path, out: Path, *, ema: bool = False) -> int:
@@ -69,8 +48,7 @@ def export_hf(source: Path, out: Path, *, ema: bool = False) -> int:
         aside = Path(place) / out.name
         aside.mkdir()
         weights = aside / "model.safetensors"
-        rename = partial(_renamed, names=HF_NAMES, blocks="model.layers")
-        export(source, weights, ema=ema, rename=rename, shown=out)
+        export(source, weights, ema=ema, rename=_renamed, shown=out)
         own = _read(tokenizer) or byte_tokenizer(config.vocab)
         end = own["added_tokens"][END]["content"]
         files = {"config.json": hf_config(config), "tokenizer.json": own}
@@ -92,8 +70,8 @@ def model_of(source: Path) -> ModelConfig:
     recipe = _find(source, "run.toml")
     if recipe is None:
         raise ConfigError(
-            f"There is no run.toml in {source} or around it, which says how many heads the model has. --hf and --gguf"
-            " are for the built-in model: name the folder of a run of potluck train."
+            f"There is no run.toml in {source} or around it, which says how many heads the model has. --hf is for"
+            " the built-in model: name the folder of a run of potluck train."
         )
     told = tomllib.loads(recipe.read_text(encoding="utf-8")).get("model", {})
     known = {name: value for name, value in told.items() if name in ModelConfig.__slots__}
@@ -110,13 +88,12 @@ def _read(file: Path | None) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
 
 
-def _renamed(name: str, names: dict[str, str], blocks: str) -> str:
-    """`blocks`: what its numbered blocks are called."""
+def _renamed(name: str) -> str:
     match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
-    if match is None or match[2] not in names:
+    if match is None or match[2] not in HF_NAMES:
         raise ConfigError(f"The checkpoint has a tensor {name!r}, which the built-in model does not have.")
-    block = f"{blocks}.{match[1]}." if match[1] is not None else ""
-    return f"{block}{names[match[2]]}.weight"
+    block = f"model.layers.{match[1]}." if match[1] is not None else ""
+    return f"{block}{HF_NAMES[match[2]]}.weight"
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -172,88 +149,3 @@ def byte_tokenizer(vocab: int) -> dict[str, Any]:
             "merges": [],
         },
     }
-
-
-def export_gguf(source: Path, out: Path, *, ema: bool = False) -> int:
-    """A file for llama.cpp, in float32; its own tools make it smaller."""
-    try:
-        import gguf
-        from safetensors import safe_open
-    except ImportError:
-        raise ConfigError("potluck export --gguf needs the library that writes such files: pip install gguf.") from None
-    config, tokenizer = model_of(source), _read(_find(source, TOKENIZER))
-    if out.exists():
-        raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another file.")
-    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}-") as aside:
-        plain = Path(aside) / "model.safetensors"
-        export(source, plain, ema=ema, shown=out)
-        writer = gguf.GGUFWriter(str(Path(aside) / "model.gguf"), "llama")
-        _tell_gguf(writer, gguf, config)
-        _tell_tokens(writer, gguf, config.vocab, tokenizer)
-        with safe_open(plain, framework="numpy") as tensors:
-            names = {name: _renamed(name, GGUF_NAMES, "blk") for name in tensors.keys()}  # noqa: SIM118
-            for name, other in names.items():
-                found = tensors.get_slice(name)
-                shape = tuple(found.get_shape())
-                writer.add_tensor_info(other, shape, np.dtype("float32"), 4 * math.prod(shape))
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for name in names:
-                writer.write_tensor_data(_as_llama_cpp(name, tensors.get_tensor(name).astype("float32"), config))
-        writer.close()
-        (Path(aside) / "model.gguf").replace(out)
-    return 0
-
-
-def _as_llama_cpp(name: str, tensor: Any, config: ModelConfig) -> Any:
-    """Reorder a head as llama.cpp has it: it turns neighbouring numbers together, and we the first half with the
-    second."""
-    if not name.endswith(("w_q.weight", "w_k.weight")):
-        return tensor
-    head = config.dim // config.heads
-    rows = tensor.shape[0]
-    return tensor.reshape(rows // head, 2, head // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
-
-
-def _tell_gguf(writer: Any, gguf: Any, config: ModelConfig) -> None:
-    writer.add_name("potluck")
-    writer.add_context_length(config.context)
-    writer.add_embedding_length(config.dim)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.hidden_dim)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads or config.heads)
-    writer.add_layer_norm_rms_eps(EPSILON)
-    writer.add_rope_dimension_count(config.dim // config.heads)
-    writer.add_rope_freq_base(THETA)
-    writer.add_vocab_size(config.vocab)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-
-
-def _tell_tokens(writer: Any, gguf: Any, vocab: int, tokenizer: dict[str, Any]) -> None:
-    """`tokenizer`: what tokenizer.json says of one that was learnt; of bytes nothing. Both have GPT-2's form."""
-    model = tokenizer.get("model", {"vocab": {word: byte for byte, word in enumerate(byte_characters())}, "merges": []})
-    words = {number: word for word, number in model["vocab"].items()}
-    kinds = gguf.TokenType
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([words.get(number, f"<unused{number}>") for number in range(vocab)])
-    found = [kinds.NORMAL if number in words else kinds.UNUSED for number in range(vocab)]
-    found[END] = kinds.CONTROL
-    writer.add_token_types(found)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    writer.add_token_merges(merges or [NEVER])
-    writer.add_add_bos_token(False)
-    writer.add_eos_token_id(END)
-    writer.add_pad_token_id(END)
-
-
-def byte_characters() -> list[str]:
-    """List, by byte, the character that stands for it in vocabularies of GPT-2's form."""
-    own = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    characters, next_free = [], 256
-    for byte in range(256):
-        characters.append(chr(byte if byte in own else next_free))
-        next_free += byte not in own
-    return characters
