@@ -47,27 +47,17 @@ def why_leaving(otherwise: str) -> str:
 
 
 def machine_bytes() -> int:
-    """The memory of this machine; where the system does not tell, more than anybody has: nothing is refused."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 1 << 60
+    """Return the memory of this machine."""
+    import psutil  # only where it is asked for: every command imports this module
+
+    return int(psutil.virtual_memory().total)
 
 
 def free_memory_bytes() -> int:
-    """Return the memory that can be had now without anybody being ended for it; where the system does not say, all that
-    it has."""
-    found = read_bytes("/proc/meminfo", "MemAvailable")
-    return machine_bytes() if found is None else found
+    """Return the memory that can be had now without anybody being ended for it."""
+    import psutil
 
-
-def read_bytes(file: str, name: str) -> int | None:
-    """Read the system's line such as `VmData: 1234 kB`, in bytes; None where there is no such line."""
-    with suppress(OSError):
-        for line in Path(file).read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{name}:"):
-                return 1024 * int(line.split()[1])
-    return None
+    return int(psutil.virtual_memory().available)
 
 
 def usable_cores() -> int:

@@ -17,11 +17,18 @@ import pytest
 from potluck.errors import ConfigError, Interrupted
 from potluck.launch import control
 from potluck.launch import join_session as session_module
-from potluck.launch.absence import Absence, decide_absence
-from potluck.launch.control import Wish, control_folder, controlled, find_joiners
-from potluck.launch.hours import Hours, parse_length, tell_length
+from potluck.launch.absence import Absence, Hours, decide_absence
+from potluck.launch.control import (
+    Wish,
+    choose,
+    control_folder,
+    controlled,
+    find_joiners,
+    parse_length,
+    pause,
+    tell_length,
+)
 from potluck.launch.join_session import JoinSession, JoinTerms
-from potluck.launch.pausing import choose, pause
 from potluck.launch.yielding import (
     BUSY_S,
     FREE_S,

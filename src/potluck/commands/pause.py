@@ -30,7 +30,7 @@ class Pause:
     ] = None
 
     def __call__(self) -> int:
-        from potluck.launch.pausing import pause
+        from potluck.launch.control import pause
 
         return pause(self.name, self.length)
 
@@ -42,6 +42,6 @@ class Resume:
     name: Name = None
 
     def __call__(self) -> int:
-        from potluck.launch.pausing import resume
+        from potluck.launch.control import resume
 
         return resume(self.name)

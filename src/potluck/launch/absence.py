@@ -1,18 +1,63 @@
-"""Decides whether a worker on a person's own machine is away now: paused, outside of its hours, or yielding. Pure.
+"""Decides whether a worker on a person's own machine is away now: paused, outside of its hours, or yielding.
 
-The caller (join_session.py) has the clock, the wish and the measurements, and acts on the answer.
+What decides is pure: the clock comes in as an argument. The caller (join_session.py) acts on the answer.
 """
 
+import re
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from potluck.launch.control import Control, Wish
-from potluck.launch.hours import Hours, tell_length
+from potluck.errors import ConfigError
+from potluck.launch.control import Control, Wish, tell_length
 from potluck.launch.yielding import Verdict, YieldWatch
 
 LOOK_S = 0.25
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+DAY_MIN = 24 * 60
+_RANGE = re.compile(r"(\d{1,2}):(\d\d)-(\d{1,2}):(\d\d)")
+EXAMPLE = "Write ranges of local time and whole days, such as 22:00-07:00 or 22:00-07:00,Sat,Sun."
+
+
+@dataclass(frozen=True)
+class Hours:
+    """Ranges of minutes of each day, which may lead over midnight; and days of the week that are open as a whole."""
+
+    text: str
+    ranges: tuple[tuple[int, int], ...]
+    days: frozenset[int]
+
+    @classmethod
+    def parse(cls, text: str) -> "Hours":
+        ranges, days = [], set()
+        for item in text.split(","):
+            word = item.strip()
+            if word.lower() in DAYS:
+                days.add(DAYS.index(word.lower()))
+                continue
+            found = _RANGE.fullmatch(word)
+            numbers = [int(number) for number in found.groups()] if found is not None else [99] * 4
+            start, end = 60 * numbers[0] + numbers[1], 60 * numbers[2] + numbers[3]
+            if max(numbers[1], numbers[3]) > 59 or start >= DAY_MIN or end > DAY_MIN or start == end:
+                raise ConfigError(f"{word!r} are no hours. {EXAMPLE}")
+            ranges.append((start, end))
+        return cls(text, tuple(ranges), frozenset(days))
+
+    def is_open(self, now: datetime) -> bool:
+        minute = 60 * now.hour + now.minute
+        if now.weekday() in self.days:
+            return True
+        return any(a <= minute < b if a < b else minute >= a or minute < b for a, b in self.ranges)
+
+    def opens_at(self, now: datetime) -> datetime:
+        """The next minute at which it is open; `now` if it is. Found on the clock as a person reads it."""
+        minute = now
+        if not self.is_open(now):
+            minute = now.replace(second=0, microsecond=0)
+            while not self.is_open(minute):
+                minute += timedelta(minutes=1)
+        return minute
 
 
 @dataclass(frozen=True)

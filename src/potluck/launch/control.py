@@ -7,6 +7,7 @@ secret is in them. Knows nothing of workers. Imports no torch.
 
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -19,11 +20,18 @@ from typing import IO, Any
 from potluck.errors import ConfigError
 from potluck.files import write_whole
 from potluck.system import lock
+from potluck.waiting import wait_until
 from potluck.words import say
 
 LOCK, STATE, WISH = "lock", "state.json", "wish.json"
 MOST_BYTES = 4096
 """The most bytes of a file that is read here."""
+WAIT_S = 30.0
+"""How long `potluck pause` stays to see what becomes of it; the joiner does it in any case."""
+ALL = "all"
+_LENGTH = re.compile(r"(\d+(?:\.\d+)?)(s|m|min|h|d)")
+_UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+MOST_S = 366 * 86_400.0
 
 
 def control_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -159,6 +167,78 @@ def find_joiners(root: Path | None = None) -> list[Found]:
             if time.time() - folder.stat().st_mtime > 60:  # else it may be about to take its lock
                 shutil.rmtree(folder, ignore_errors=True)
     return joiners
+
+
+def pause(name: str | None, length: str | None) -> int:
+    seconds = parse_length(length) if length is not None else None
+    joiners = [(joiner, joiner.state()) for joiner in choose(find_joiners(), name, "pause")]
+    for joiner, _ in joiners:  # all of them hear it now, however long one takes to go
+        joiner.wish(Wish(True, time.time() + seconds if seconds is not None else None, seconds))
+    for joiner, before in joiners:
+        if before.doing == "paused":  # then it has only another time to come back
+            state = _next_state(joiner, before)
+        else:
+            state = _await(joiner, "paused")
+        is_away = state.doing == "paused"
+        sentence = state.sentence if is_away else "It finishes what it holds, and is away then."
+        say(f"{joiner.name}: {sentence if joiner.is_alive else 'It has ended.'}")
+    return 0
+
+
+def resume(name: str | None) -> int:
+    for joiner in choose(find_joiners(), name, "resume"):
+        before = joiner.state()
+        joiner.wish(Wish(False))
+        say(f"{joiner.name}: {_next_state(joiner, before).sentence}")
+    return 0
+
+
+def _next_state(joiner: Found, before: State) -> State:
+    """One that has another reason to be away says so again, and one that works says that."""
+    wait_until(lambda: joiner.state() != before, 2.0)
+    return joiner.state()
+
+
+def choose(joiners: list[Found], name: str | None, command: str) -> list[Found]:
+    """The one that is meant, or all of them; a ConfigError lists them where it is not clear."""
+    if not joiners:
+        raise ConfigError("No worker of yours has joined a run from this machine: start one with potluck join INVITE.")
+    if name == ALL:
+        return joiners
+    chosen = [joiner for joiner in joiners if name is None or joiner.name == name]
+    if len(chosen) == 1:
+        return chosen
+    listed = "".join(f"\n  {joiner.name}  {_tell(joiner)}" for joiner in joiners)
+    if name is not None:
+        raise ConfigError(f"No worker of yours on this machine is called {name!r}. There are:{listed}")
+    raise ConfigError(f"Say which: potluck {command} NAME, or potluck {command} {ALL}. There are:{listed}")
+
+
+def _tell(joiner: Found) -> str:
+    state = joiner.state()
+    return f"{state.run}: {state.sentence}"
+
+
+def _await(joiner: Found, doing: str) -> State:
+    wait_until(lambda: joiner.state().doing == doing or not joiner.is_alive, WAIT_S)
+    return joiner.state()
+
+
+def parse_length(text: str) -> float:
+    """Seconds, of words such as 90s, 45min, 1h or 1.5h."""
+    found = _LENGTH.fullmatch(text.strip().lower())
+    seconds = float(found[1]) * _UNITS[found[2]] if found is not None else 0.0
+    if not 0 < seconds <= MOST_S:
+        raise ConfigError(f"{text!r} is no length of time. Write 45min, 1h or 2d; a year at most.")
+    return seconds
+
+
+def tell_length(seconds: float) -> str:
+    """Write a length of time as a person would: 1 h, 1.5 h, 45 min, 90 s."""
+    for unit_s, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= unit_s and (seconds / unit_s * 4).is_integer():
+            return f"{seconds / unit_s:g} {unit}"
+    return f"{seconds:g} s"
 
 
 def _write(path: Path, table: dict[str, Any]) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from potluck.environment import IGNORED, LEAVING, RETURNING, usable_cores
 from potluck.errors import Interrupted
-from potluck.launch.absence import Absence, AbsenceWatch
+from potluck.launch.absence import Absence, AbsenceWatch, Hours
 from potluck.launch.control import Control
-from potluck.launch.hours import Hours
 from potluck.launch.notices import Notice, NoticeWatch, check_watch, start_watch
 from potluck.launch.processes import WorkerPool
 from potluck.launch.yielding import YieldWatch, family, find_use

@@ -45,19 +45,17 @@ def decide_yield(samples: Sequence[Sample], *, is_away: bool) -> Verdict:
     free."""
     if not samples:
         return Verdict(is_away, "nothing was measured yet")
-    last = samples[-1]
-    for_s, is_wanted = (FREE_S, False) if is_away else (BUSY_S, True)
-    recent = [sample for sample in samples if sample.at > last.at - for_s]
+    last, for_s = samples[-1], FREE_S if is_away else BUSY_S
+    recent = [sample.share for sample in samples if sample.at > last.at - for_s]
     is_long = last.at - samples[0].at >= for_s
     if is_away:
-        turns = is_long and all(sample.share < FREE for sample in recent)
-        free = f"{last.what} is free: others have used {max(s.share for s in recent):.0%} at most for {for_s:g} s"
-        busy = f"{last.what} is in use by others, who have used up to {max(s.share for s in recent):.0%} of it"
-        return Verdict(is_wanted if turns else True, free if turns else busy)
-    turns = is_long and all(sample.share >= BUSY for sample in recent)
-    least = min(sample.share for sample in recent)
-    busy = f"{last.what} is in use by others, who have used {least:.0%} of it or more for {for_s:g} s"
-    return Verdict(turns, busy if turns else f"{last.what} is not in use by others")
+        if is_long and max(recent) < FREE:
+            return Verdict(False, f"{last.what} is free: others have used {max(recent):.0%} at most for {for_s:g} s")
+        return Verdict(True, f"{last.what} is in use by others, who have used up to {max(recent):.0%} of it")
+    if is_long and min(recent) >= BUSY:
+        used = f"{min(recent):.0%} of it or more for {for_s:g} s"
+        return Verdict(True, f"{last.what} is in use by others, who have used {used}")
+    return Verdict(False, f"{last.what} is not in use by others")
 
 
 # Measuring
@@ -129,8 +127,7 @@ def _is_here(line: str) -> bool:
 
 def share_of_cards(seen: str, held: str, ours: Collection[int]) -> float:
     """Return the share of the card that others use most. `seen` has a line for each card: UUID, % busy, MiB in use;
-    `held` a line for each process: UUID of the card, process, MiB. `seen`: a line for each card: UUID, % busy, MiB in
-    use; `held`: a line for each process: UUID of the card, process, MiB.
+    `held` a line for each process: UUID of the card, process, MiB.
 
     How busy a card is can be told apart by process nowhere, so while ours computes on it, others count by their memory.
     """

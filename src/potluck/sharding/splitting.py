@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from potluck.environment import free_memory_bytes, read_bytes
+from potluck.environment import free_memory_bytes
 from potluck.errors import ConfigError
 from potluck.sharding.blocks import find_blocks, fits_fully_shard
 from potluck.sharding.collectives import Collectives
@@ -150,7 +151,7 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if (limit := own_memory_limit()) is None:
         return free_memory_bytes()
-    return max(0, min(free_memory_bytes(), limit - (read_bytes("/proc/self/status", "VmData") or 0)))
+    return max(0, min(free_memory_bytes(), limit - getattr(psutil.Process().memory_info(), "data", 0)))
 
 
 def _device() -> torch.device:
