@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from potluck.cli import _split
-from potluck.cluster.finding import LOOKS, find
 from potluck.cluster.meeting import Meeting, Reply
 from potluck.cluster.options import UpOptions
-from potluck.cluster.place import JobPlace
-from potluck.cluster.plan import plan, plan_early
+from potluck.cluster.place import LOOKS, JobPlace, find
+from potluck.cluster.plan import NodeResources, own_resources, plan, plan_early
 from potluck.cluster.ray import slots_of
 from potluck.cluster.reaching import interface_to, reach
-from potluck.cluster.resources import NodeResources, own_resources
 from potluck.cluster.running import up
 from potluck.cluster.slurm import requeue
 from potluck.errors import ConfigError

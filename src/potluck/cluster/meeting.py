@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from potluck.cluster.plan import As
-from potluck.cluster.resources import NodeResources
+from potluck.cluster.plan import As, NodeResources
 from potluck.config import from_dict
 from potluck.errors import ConfigError
 from potluck.files import write_whole

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from potluck.cluster.plan import As
-from potluck.cluster.resources import NodeResources
+from potluck.cluster.plan import As, NodeResources
 from potluck.config import from_dict, parse_toml, to_dict
 from potluck.errors import ConfigError
 from potluck.save.run_folder import holds_run, name_fault

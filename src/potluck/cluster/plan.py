@@ -1,14 +1,75 @@
-"""How a run over several nodes is led: as a fixed group, or by a host. Pure; the reason is a sentence."""
+"""How a run over several nodes is led: as a fixed group, or by a host, by what each node brings. Loads no torch.
 
+The decision is pure, and its reason is a sentence.
+"""
+
+import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from potluck.cluster.place import JobPlace
-from potluck.cluster.resources import NodeResources, difference
+from potluck.environment import usable_cores
 from potluck.words import plural
 
 As = Literal["group", "host"]
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeResources:
+    cores: int = 1
+    processor: str = ""
+    gpus: tuple[str, ...] = ()
+    """The kind of each."""
+
+    def words(self) -> str:
+        cores = f"{plural(self.cores, 'core')} of {self.processor or 'an unknown kind'}"
+        kinds = ", ".join(f"{self.gpus.count(kind)} × {kind}" for kind in sorted(set(self.gpus)))
+        return f"{cores} and {kinds}" if kinds else cores
+
+
+def own_resources(cores: int | None, visible: str | None) -> NodeResources:
+    """Find the resources of this machine. `cores`: by the scheduler's word, where it has one; `visible`:
+    CUDA_VISIBLE_DEVICES."""
+    usable = usable_cores()
+    return NodeResources(
+        cores=min(usable, cores) if cores else usable, processor=_processor(), gpus=_gpus(NVIDIA, visible)
+    )
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _gpus(folder: Path, visible: str | None) -> tuple[str, ...]:
+    """List the GPUs of NVIDIA's driver that this process may use."""
+    kinds = []
+    for path in sorted(folder.glob("*/information")):
+        with suppress(OSError):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                if line.startswith("Model:"):
+                    kinds.append(line.partition(":")[2].strip())
+    if visible is None:
+        return tuple(kinds)
+    visible_ids = [word for word in visible.split(",") if word.strip() not in ("", "-1", "NoDevFiles")]
+    named = [kinds[int(word)] for word in visible_ids if word.strip().isdigit() and int(word) < len(kinds)]
+    return tuple(named) if len(named) == len(visible_ids) else tuple(kinds[: len(visible_ids)])
+
+
+def difference(nodes: Sequence[tuple[str, NodeResources]]) -> str:
+    """How the first that differs does so, as a sentence; empty where all are alike."""
+    first, its = nodes[0]
+    for name, resources in nodes[1:]:
+        if resources != its:
+            return f"{name} has {resources.words()}, and {first} {its.words()}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

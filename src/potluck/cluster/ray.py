@@ -18,9 +18,8 @@ from typing import Any
 
 from potluck.cluster.options import UpOptions
 from potluck.cluster.place import JobPlace
-from potluck.cluster.plan import plan_early
+from potluck.cluster.plan import NodeResources, plan_early
 from potluck.cluster.reaching import connect, free_port, interface_to, reach
-from potluck.cluster.resources import NodeResources
 from potluck.config import from_dict, to_dict
 from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, Interrupted, PotluckError, WorkerLost

@@ -2,14 +2,11 @@
 
 import ipaddress
 import socket
-import struct
 import time
 
-from potluck.errors import ConfigError
-from potluck.system import fcntl
+import psutil
 
-GET_ADDRESS = 0x8915
-"""Linux's number for "which IPv4 address has this interface"."""
+from potluck.errors import ConfigError
 
 
 def reach(node: str, address: str, port: int, patience_s: float) -> None:
@@ -42,21 +39,15 @@ def interface_to(address: str) -> str | None:
     """The interface that leads there, where Gloo would take the loopback: it asks for the address of this machine's own
     name, and many systems give every machine 127.0.1.1 for that. None: it needs no help, or there is none."""
     try:
-        if not _is_loopback(socket.gethostname()) or _is_loopback(address) or fcntl is None:
+        if not _is_loopback(socket.gethostname()) or _is_loopback(address):
             return None
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # nothing is sent: the system only chooses the interface
-            own = socket.inet_aton(probe.getsockname()[0])
-            for _, name in socket.if_nameindex():
-                try:
-                    found = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-                except OSError:  # it has no IPv4 address
-                    continue
-                if found[20:24] == own:
-                    return name
+            own = probe.getsockname()[0]
     except OSError:  # a hint for Gloo, which chooses by itself without one
-        pass
-    return None
+        return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, ends in interfaces if any(end.address == own for end in ends)), None)
 
 
 def _is_loopback(name: str) -> bool:

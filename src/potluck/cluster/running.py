@@ -13,13 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from potluck.cluster import slurm
-from potluck.cluster.finding import find
 from potluck.cluster.meeting import Meeting, Reply
 from potluck.cluster.options import UpOptions
-from potluck.cluster.place import JobPlace
-from potluck.cluster.plan import Decision, plan, plan_early
+from potluck.cluster.place import JobPlace, find
+from potluck.cluster.plan import Decision, own_resources, plan, plan_early
 from potluck.cluster.reaching import free_port, interface_to, reach
-from potluck.cluster.resources import own_resources
 from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.invite import Invite, reachable, read_invite
