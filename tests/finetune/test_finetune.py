@@ -233,19 +233,28 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     """For llama and for GPT-2; it is tried at the start of every such run."""
     import transformers
 
-    from potluck.finetune.objective import packs_apart
-    from potluck.finetune.recipe import in_parts, shortened
+    from potluck.finetune.objective import answer_loss, packs_apart
+    from potluck.finetune.recipe import packed_pair
+    from potluck.finetune.token_rows import TokenCollate, TokenRow
 
     for kind in ("llama", "gpt2"):
         make_base(tmp_path / kind, kind)
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / kind).eval()
         found = prepared(chats(6), tmp_path, packing=True)
-        assert packs_apart(model, *in_parts(found, found.training[0]), tolerance=1e-6)
-        short = shortened(found.training[0])
-        assert len(short.tokens) <= 32 and packs_apart(model, *in_parts(found, short), tolerance=1e-6)
-        mixed = found.collate([found.training[0]])
-        del mixed["position_ids"]
-        assert not packs_apart(model, mixed, in_parts(found, found.training[0])[1], tolerance=1e-6)
+        row = found.training[0]
+        assert len(row.lengths) > 1
+        documents = zip(row.tokens.split(row.lengths), row.answers.split(row.lengths), row.lengths, strict=True)
+        plain = TokenCollate(found.collate.pad)
+        each = [answer_loss(model, plain([TokenRow(tokens, ours, (n,))])) for tokens, ours, n in documents]
+        mean = sum(float(loss) * count for loss, count in each) / sum(count for _, count in each)
+        packed = found.collate([row])
+        assert float(answer_loss(model, packed)[0]) == pytest.approx(mean, rel=1e-6)
+        del packed["position_ids"]
+        assert float(answer_loss(model, packed)[0]) != pytest.approx(mean, rel=1e-6)
+        pair, first = packed_pair(row)
+        assert pair["input_ids"].numel() <= 32 and packs_apart(model, pair, first, tolerance=1e-6)
+        del pair["position_ids"]
+        assert not packs_apart(model, pair, first, tolerance=1e-6)
 
 
 def test_a_mistake_in_a_recipe_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from potluck.finetune.objective import answer_loss, label_figures, label_loss, p
 from potluck.finetune.rows import PreparedRows, prepare_rows
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig, RowsConfig
 from potluck.finetune.talking import continue_row
-from potluck.finetune.token_rows import TokenCollate, TokenRow
+from potluck.finetune.token_rows import TokenRow
 from potluck.train.arguments import TrainArgs
 from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_optimizer, memory_here
 from potluck.train.sampler import Sampler, may_sample
@@ -139,30 +139,17 @@ def _try_packing(model: nn.Module, rows: PreparedRows) -> None:
     several = (row for row in map(rows.training.__getitem__, range(len(rows.training))) if len(row.lengths) > 1)
     if (row := next(several, None)) is None:
         return
-    device = next(model.parameters()).device
-    together, apart = in_parts(rows, shortened(row))
-    if not packs_apart(model, to_device(together, device), to_device(apart, device)):
+    packed, first = packed_pair(row)
+    if not packs_apart(model, to_device(packed, next(model.parameters()).device), first):
         say(
             "Rows are packed, and this kind of model does not keep them apart: each sees those before it in its row."
             " Leave out data.packing to have each by itself."
         )
 
 
-def shortened(row: TokenRow, most: int = 16) -> TokenRow:
-    """The beginnings of its first two documents, all of which count: enough to see, and quick on any machine."""
-    first, second = row.lengths[:2]
-    lengths = min(first, most), min(second, most)
-    tokens = torch.cat([row.tokens[: lengths[0]], row.tokens[first : first + lengths[1]]])
-    answers = torch.ones(len(tokens), dtype=torch.bool)
-    answers[[0, lengths[0]]] = False
-    return TokenRow(tokens, answers, lengths)
-
-
-def in_parts(rows: PreparedRows, row: TokenRow) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """A packed row as a batch; and each of its documents as one."""
-    at, apart, plain = 0, [], TokenCollate(rows.collate.pad)
-    for length in row.lengths:
-        part = slice(at, at + length)
-        apart.append(plain([TokenRow(row.tokens[part], row.answers[part], (length,))]))
-        at += length
-    return rows.collate([row]), apart
+def packed_pair(row: TokenRow, most: int = 16) -> tuple[dict[str, Tensor], int]:
+    """The beginnings of a row's first two documents as a batch, and the length of the first: enough to see whether a
+    model keeps them apart, and quick on any machine."""
+    parts = [part[:most] for part in row.tokens.long().split(row.lengths)[:2]]
+    positions = torch.cat([torch.arange(len(part)) for part in parts])
+    return {"input_ids": torch.cat(parts)[None], "position_ids": positions[None]}, len(parts[0])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from potluck.errors import ConfigError
@@ -47,7 +47,7 @@ def prepare_rows(
     sentences = [sentence] if (sentence := give_template(tokenizer, form)) else []
     encoder = Encoder(tokenizer, form)
     stores = _Stores(config, context, splits=encoder.form == "text")
-    for chunk in _chunks(_chain(first, records)):
+    for chunk in _chunks(chain([first], records)):
         encoded = encoder.encode([replace(record, form=form) for record in chunk])
         for record, row in zip(chunk, encoded, strict=True):
             stores.take(record, row)
@@ -130,11 +130,6 @@ def names_of(labels: Iterable[str | int], known: list[str] | None) -> list[str]:
     if len(order) < 2:
         raise ConfigError(f"All rows have the label {order[0]}. To classify takes two at least.")
     return order
-
-
-def _chain(first: TextRecord, others: Iterable[TextRecord]) -> Iterable[TextRecord]:
-    yield first
-    yield from others
 
 
 def _chunks(records: Iterable[TextRecord]) -> Iterable[list[TextRecord]]:
