@@ -10,7 +10,7 @@ from torch import nn
 
 from potluck.errors import ConfigError
 from potluck.finetune.base_files import numbers_in
-from potluck.finetune.libraries import SAFELY, first_line, need, transformers
+from potluck.finetune.libraries import SAFELY, first_line, need, refusing, transformers
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig
 from potluck.finetune.shown_folder import shown, weight_files
 from potluck.sharding.stored import TensorFiles
@@ -40,7 +40,7 @@ def load_base(
 
     `labels`: of a model that classifies. `is_frozen`: an adapter is trained in its place.
     """
-    library, about = transformers(), settings_of(folder)
+    about = settings_of(folder)
     if getattr(about, "is_encoder_decoder", False):
         raise ConfigError(
             f"{folder.name} is a model of an encoder and a decoder ({about.model_type}), which potluck finetune does"
@@ -55,20 +55,16 @@ def load_base(
         options |= {"label2id": {name: number for number, name in enumerate(labels)}, "ignore_mismatched_sizes": True}
     if config.load != "plain":
         options |= {"quantization_config": _quantization(config.load, device), "device_map": {"": device}}
-    kind = library.AutoModelForCausalLM if labels is None else library.AutoModelForSequenceClassification
-    try:
-        with shown(folder, weights=True) as place:
+    kind = model_class(classifies=labels is not None)
+    with refusing(f"Cannot load {folder}"), shown(folder, weights=True) as place:
+        try:
             model, loading = kind.from_pretrained(str(place), **SAFELY, **options)
-        model.config._name_or_path = model.name_or_path = str(folder)
-    except ConfigError:
-        raise
-    except (MemoryError, torch.OutOfMemoryError):
-        raise ConfigError(
-            f"{folder.name} does not fit into the memory of {device}. Load it in fewer bits, with --load 4bit, or split"
-            ' it over several workers with strategy.kind = "full_shard".'
-        ) from None
-    except Exception as error:
-        raise ConfigError(f"Cannot load {folder}: {first_line(error)}.") from None
+        except (MemoryError, torch.OutOfMemoryError):
+            raise ConfigError(
+                f"{folder.name} does not fit into the memory of {device}. Load it in fewer bits, with --load 4bit, or"
+                ' split it over several workers with strategy.kind = "full_shard".'
+            ) from None
+    model.config._name_or_path = model.name_or_path = str(folder)
     missing = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     fresh = tuple(sorted({name.rpartition(".")[0] for name in missing}))
     if fresh and labels is None:
@@ -81,15 +77,10 @@ def load_base(
 
 def settings_of(folder: Path) -> Any:
     """The model's settings, as transformers has them."""
-    try:
-        with shown(folder) as place:
-            about = transformers().AutoConfig.from_pretrained(str(place), **SAFELY)
-        about._name_or_path = str(folder)
-        return about
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"Cannot read {folder / 'config.json'}: {first_line(error)}.") from None
+    with refusing(f"Cannot read {folder / 'config.json'}"), shown(folder) as place:
+        about = transformers().AutoConfig.from_pretrained(str(place), **SAFELY)
+    about._name_or_path = str(folder)
+    return about
 
 
 def _dtype(config: PretrainedConfig, *, is_frozen: bool) -> torch.dtype | str:
@@ -159,12 +150,8 @@ def check_described(folder: Path, labels: list[str] | None) -> None:
             raise ConfigError(
                 f"{folder / 'config.json'} says {name} = {value:,}, and its files hold {tensors:,} tensors."
             )
-    try:
+    with refusing(f"Cannot load {folder}"):
         shape = shape_of(folder, labels)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"Cannot load {folder}: {first_line(error)}.") from None
     described = sum(each.numel() for each in shape.parameters())
     beside = sum(each.numel() for each in shape.buffers())
     packed = 16 if getattr(about, "quantization_config", None) else 4  # several numbers in one of those
@@ -193,11 +180,14 @@ def known_labels(folder: Path) -> list[str] | None:
 
 def shape_of(folder: Path, labels: list[str] | None) -> Any:
     """The model without its numbers: it takes no memory."""
-    library, about = transformers(), settings_of(folder)
-    kind = library.AutoModelForCausalLM
+    about = settings_of(folder)
     if labels is not None:
         about.id2label = dict(enumerate(labels))
         about.label2id = {name: number for number, name in enumerate(labels)}
-        kind = library.AutoModelForSequenceClassification
     with torch.device("meta"):
-        return kind.from_config(about)
+        return model_class(classifies=labels is not None).from_config(about)
+
+
+def model_class(*, classifies: bool) -> Any:
+    library = transformers()
+    return library.AutoModelForSequenceClassification if classifies else library.AutoModelForCausalLM

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
-from potluck.finetune.libraries import SAFELY, first_line, transformers
+from potluck.finetune.libraries import SAFELY, refusing, transformers
 from potluck.finetune.messages import is_answer, messages_of, name_of, tools_of
 from potluck.finetune.records import Form, TextRecord
 from potluck.finetune.rendering import template_process
@@ -42,14 +42,9 @@ class Encoded:
 
 def load_tokenizer(folder: Path) -> Any:
     """The model's own; one that has no token for padding pads with the one that ends a text."""
-    try:
-        with shown(folder) as place:
-            tokenizer = transformers().AutoTokenizer.from_pretrained(str(place), **SAFELY)
-        tokenizer.name_or_path = str(folder)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{folder} has no tokenizer that can be read: {first_line(error)}.") from None
+    with refusing(f"{folder} has no tokenizer that can be read"), shown(folder) as place:
+        tokenizer = transformers().AutoTokenizer.from_pretrained(str(place), **SAFELY)
+    tokenizer.name_or_path = str(folder)
     if not tokenizer.is_fast:
         raise ConfigError(
             f"The tokenizer in {folder} is a slow one, which cannot say where its tokens lie in the text. Save a fast"
@@ -115,12 +110,8 @@ class Encoder:
         if self.form == "prompt":
             text = fields["prompt"] + fields["completion"]
             return text, [(len(fields["prompt"]), len(text))]
-        try:
+        with refusing(f"{record.where}: the model's chat template refuses it"):
             return self._plan_chat(record)
-        except ConfigError:
-            raise
-        except Exception as error:  # a template says in its own way what it does not take
-            raise ConfigError(f"{record.where}: the model's chat template refuses it: {first_line(error)}.") from None
 
     def _plan_chat(self, record: TextRecord) -> tuple[str, list[tuple[int, int]]]:
         messages, tools = self._messages(record)

@@ -3,6 +3,8 @@
 import importlib
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from potluck.errors import ConfigError
@@ -38,3 +40,14 @@ def first_line(error: BaseException) -> str:
     """Return what a library said, without its stack of advice; to end a sentence of ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn anything that a library raises into a sentence: `what`, and what it said. Sentences of ours pass."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {first_line(error)}.") from None

@@ -150,6 +150,7 @@ def _try_packing(model: nn.Module, rows: PreparedRows) -> None:
 def packed_pair(row: TokenRow, most: int = 16) -> tuple[dict[str, Tensor], int]:
     """The beginnings of a row's first two documents as a batch, and the length of the first: enough to see whether a
     model keeps them apart, and quick on any machine."""
-    parts = [part[:most] for part in row.tokens.long().split(row.lengths)[:2]]
+    first, second = row.lengths[:2]
+    parts = [row.tokens[: min(first, most)].long(), row.tokens[first : first + min(second, most)].long()]
     positions = torch.cat([torch.arange(len(part)) for part in parts])
     return {"input_ids": torch.cat(parts)[None], "position_ids": positions[None]}, len(parts[0])

@@ -92,15 +92,11 @@ def kind_of(file: Path) -> str:
     return Path(file.stem).suffix.lower() if kind == PACKED else kind
 
 
-def _open(file: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(file)) if file.suffix.lower() == PACKED else file.open("rb")
-
-
 @contextmanager
 def _reading(file: Path) -> Iterator[BinaryIO]:
     try:
-        with _open(file) as opened:
-            yield opened
+        with gzip.open(file) if file.suffix.lower() == PACKED else file.open("rb") as opened:
+            yield cast(BinaryIO, opened)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(f"Cannot unpack {file}: {first_line(error)}. Copy it anew.") from None
     except OSError as error:
@@ -116,7 +112,7 @@ def _of_file(file: Path) -> Iterator[TextRecord]:
         case ".csv" | ".tsv":
             yield from _of_cells(file)
         case ".parquet":
-            yield from _of_parquet(file)
+            yield from _of_datasets(str(file), file)
         case _:
             text = _text(file)
             if text.strip():
@@ -160,16 +156,6 @@ def _text(file: Path) -> str:
         raise ConfigError(f"{file} is not text in UTF-8. Known are: {KNOWN}.") from None
 
 
-def _of_parquet(file: Path) -> Iterator[TextRecord]:
-    library = need("datasets")
-    library.disable_progress_bars()
-    try:
-        table = library.Dataset.from_parquet(str(file))
-    except Exception as error:  # of pyarrow or datasets
-        raise ConfigError(f"Cannot read {file}: {first_line(error.__cause__ or error)}.") from None
-    yield from _of_rows(table, str(file))
-
-
 def _of_cells(file: Path) -> Iterator[TextRecord]:
     """Cells are what they say: 007, NA and None may be answers."""
     csv.field_size_limit(MOST_LETTERS)
@@ -192,14 +178,18 @@ def _is_of_datasets(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _of_datasets(name: str, folder: Path | None) -> Iterator[TextRecord]:
+def _of_datasets(name: str, path: Path | None) -> Iterator[TextRecord]:
+    """`path`: a file of Parquet, or a folder that `datasets` has saved; None: the name is an id on the hub."""
     library = need("datasets")
     library.disable_progress_bars()
     try:
-        dataset = library.load_from_disk(str(folder)) if folder is not None else _from_hub(library, name)
-    except Exception as error:  # whatever a network can do
-        if folder is not None:
-            raise ConfigError(f"Cannot read {folder}: {first_line(error)}.") from None
+        if path is None:
+            dataset = _from_hub(library, name)
+        else:
+            dataset = (library.Dataset.from_parquet if path.is_file() else library.load_from_disk)(str(path))
+    except Exception as error:  # of pyarrow or datasets; or whatever a network can do
+        if path is not None:
+            raise ConfigError(f"Cannot read {path}: {first_line(error.__cause__ or error)}.") from None
         raise ConfigError(
             f"{name} is no file or folder here, and could not be had from the Hugging Face hub: {first_line(error)}."
             f" Check the name; or get it where there is a network, with hf download --repo-type dataset {name}, and"

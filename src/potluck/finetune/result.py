@@ -15,10 +15,10 @@ from torch import nn
 
 from potluck.config import from_toml
 from potluck.errors import ConfigError
-from potluck.finetune.base import adapter_settings, known_labels, load_base, settings_of, shape_of
+from potluck.finetune.base import adapter_settings, known_labels, load_base, model_class, settings_of, shape_of
 from potluck.finetune.base_files import find_base
 from potluck.finetune.encoding import give_template, load_tokenizer
-from potluck.finetune.libraries import SAFELY, need, transformers
+from potluck.finetune.libraries import SAFELY, need
 from potluck.finetune.recipe import FinetuneConfig
 from potluck.finetune.records import TextRecord, read_records
 from potluck.finetune.rows import names_of
@@ -124,12 +124,11 @@ def _is_head(name: str) -> bool:
 
 def load_result(run: Path, config: FinetuneConfig, device: torch.device) -> tuple[Any, Any]:
     """The fine-tuned model and its tokenizer, ready to be asked."""
-    folder, library = write_result(run, config), transformers()
+    folder = write_result(run, config)
     tokenizer = load_tokenizer(folder)
     about: Any = settings_of(folder) if (folder / "config.json").is_file() else None
     if config.lora is None:
-        classifies = about.architectures[0].endswith("Classification")
-        kind = library.AutoModelForSequenceClassification if classifies else library.AutoModelForCausalLM
+        kind = model_class(classifies=about.architectures[0].endswith("Classification"))
         with shown(folder, weights=True) as place:
             model = kind.from_pretrained(str(place), use_safetensors=True, **SAFELY)
         return model.to(device).eval(), tokenizer

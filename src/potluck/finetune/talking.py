@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from potluck.finetune.libraries import transformers
 from potluck.finetune.token_rows import TokenRow
@@ -31,16 +32,8 @@ def answer(
         tokens = tokens[:, :-1]  # it is to continue, not to have ended
     tokens = tokens[:, -room_of(model, length) :].to(next(model.parameters()).device)
     chooses = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    written = model.generate(
-        input_ids=tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=length,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=_ends(model, tokenizer),
-        streamer=_streamer(tokenizer, hear),
-        **chooses,
-    )
-    return printable(tokenizer.decode(written[0, tokens.shape[1] :], skip_special_tokens=True))
+    written = _generate(model, tokenizer, tokens, max_new_tokens=length, streamer=_streamer(tokenizer, hear), **chooses)
+    return printable(tokenizer.decode(written, skip_special_tokens=True))
 
 
 @torch.no_grad()
@@ -51,19 +44,17 @@ def continue_row(model: Any, tokenizer: Any, row: TokenRow) -> tuple[str, str]:
     was_training = model.training
     model.eval()
     try:
-        written = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=PROMPT,
-            max_time=0.5,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=_ends(model, tokenizer),
-        )
+        said = _generate(model, tokenizer, prompt, max_new_tokens=PROMPT, max_time=0.5, do_sample=False)
     finally:
         model.train(was_training)
-    shown, said = prompt[0], written[0, prompt.shape[1] :]
-    return tokenizer.decode(shown, skip_special_tokens=True), tokenizer.decode(said, skip_special_tokens=True)
+    return tokenizer.decode(prompt[0], skip_special_tokens=True), tokenizer.decode(said, skip_special_tokens=True)
+
+
+def _generate(model: Any, tokenizer: Any, tokens: Tensor, **how: Any) -> Tensor:
+    """The tokens that follow."""
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": _ends(model, tokenizer)}
+    written: Tensor = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **ids, **how)
+    return written[0, tokens.shape[1] :]
 
 
 def room_of(model: Any, length: int) -> int:
