@@ -33,6 +33,7 @@ class Compiling:
             self._has_begun = True
             self._say("Compiling the model; the steps that wait for it take longer, from seconds to minutes.")
         self._ended = threading.Event()
+        # A thread, since the main one compiles, and a person should hear that it is still at it.
         threading.Thread(target=self._wait, args=(self._ended, time.monotonic()), daemon=True).start()
 
     def _on_end(self, *told: Any) -> None:

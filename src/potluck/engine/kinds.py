@@ -21,7 +21,7 @@ def kind_of(device: torch.device, ranks: int = 1) -> str:
         name = name_of(device)
         return f"{name}{together}; " * (ranks > 1) + f"{name}, torch {torch.__version__}"
     processor = platform.machine()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # not every system has it: then the architecture is the name
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
     fused = "" if torch.backends.cpu.get_cpu_capability() != "DEFAULT" else " without AVX2"

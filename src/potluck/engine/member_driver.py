@@ -267,6 +267,7 @@ class MemberDriver:
                 self.client.say(f"Could not send the state of step {version}: {error}")
                 remove()
 
+        # A thread, since this worker trains on while its state is written to disk and read from there.
         thread = threading.Thread(target=send, name="state sender")
         thread.start()
         self._senders = [sender for sender in self._senders if sender.is_alive()] + [thread]

@@ -119,6 +119,7 @@ class NodeClient:
                 failed.append(error)
 
         if self._link.rank == 0:
+            # A thread, so that the other ranks hear meanwhile that they are to wait: a collective would time out.
             thread = threading.Thread(target=run, name="node's first rank", daemon=True)
             thread.start()
             while thread.is_alive():

@@ -94,7 +94,7 @@ class BaseSender:
         self._send = send
         self._asked: queue.SimpleQueue[tuple[int, BaseFiles | BaseWanted] | None] = queue.SimpleQueue()
         self._waiting: Counter[int] = Counter()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # a reader counts up and the sender down: a lost count would shut a peer out
 
     def ask(self, peer: int, message: BaseFiles | BaseWanted) -> None:
         with self._lock:
@@ -234,9 +234,10 @@ class _Asking:
     def __init__(self, pipe: Pipe, patience_s: float) -> None:
         self._connection = Connection(pipe)
         self._frames = self._connection.frames(lambda: CONTROL_BYTES)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # else a heartbeat could leave in the middle of another message
         self._over = threading.Event()
         pipe.give_up_link(patience_s)
+        # A thread: while this worker hashes what it has, the host would take it for gone.
         threading.Thread(target=self._beat, args=(patience_s / 4,), name="base heartbeat", daemon=True).start()
 
     def send(self, message: Message) -> None:

@@ -213,7 +213,7 @@ class Journal:
     def _count_write(self) -> None:
         """Not synced: after a power cut it is behind, and says nothing then."""
         told = b"%020d" % self._writes
-        with suppress(OSError):
+        with suppress(OSError):  # a full disk: what must be written says so, and this is then not believed
             os.pwrite(self._outside, b"%s %08x\n" % (told, zlib.crc32(told)), 0)
 
     def _count_outside(self) -> int:
@@ -417,7 +417,7 @@ def set_aside(path: Path) -> Path:
     """A damaged journal, for people who want to look into it: all of its files get another name."""
     aside = path.with_name(f"damaged-{path.name}")
     for ending in ("", "-wal", "-shm", "-writes"):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # not every journal has all of them
             path.with_name(path.name + ending).replace(aside.with_name(aside.name + ending))
     return aside
 

@@ -70,7 +70,7 @@ class Lobby:
         """Strangers, in order of arrival."""
         self._selector = selectors.DefaultSelector()
         self._waker, self._wake = socket.socketpair()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # the server's threads send to guests, take them out and close them meanwhile
         self._stopped = False
         for end in (self._waker, self._wake, *listeners):
             end.setblocking(False)
@@ -84,7 +84,7 @@ class Lobby:
 
     def stop(self) -> None:
         self._stopped = True
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it wakes twice a second anyway
             self._wake.send(b"x")
         if self._thread.ident is not None:  # a host may fail before it starts, and must be able to say why
             self._thread.join(timeout=5)
@@ -133,7 +133,7 @@ class Lobby:
                 if isinstance(key.data, Guest):
                     self._serve(key.data, events)
                 elif key.fileobj is self._waker:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError):  # another turn has read it: it does not block
                         self._waker.recv(4096)
                 else:
                     self._accept(key.data)
@@ -245,7 +245,7 @@ class Lobby:
     def _drop(self, guest: Guest) -> None:
         self._strangers.pop(guest.peer, None)
         if self._guests.pop(guest.peer, None) is not None:
-            with contextlib.suppress(KeyError, ValueError, OSError):
+            with contextlib.suppress(KeyError, ValueError, OSError):  # not registered any more, or closed by its peer
                 self._selector.unregister(guest.socket)
             guest.socket.close()
 

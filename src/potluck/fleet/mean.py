@@ -87,6 +87,7 @@ class PayloadMean:
         """The same as results, as it travels; empty where floats do."""
         self._chunks = [-(-size // chunk) for size in self.sizes]
         self._base = [sum(self._chunks[:part]) for part in range(len(parts))]
+        # Each connection's reader adds its own payloads, and one that comes early waits here for its turn.
         self._change = threading.Condition()
         self._now: _Step | None = None
         self._free: list[Floats] = []

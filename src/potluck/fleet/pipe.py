@@ -185,7 +185,7 @@ class Pipe:
         what another thread sends in between would leave in plain text.
         """
         self.is_closed = True
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the peer has ended it
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     # By the plain socket's own methods: an SSLSocket's would encrypt once more.

@@ -45,7 +45,7 @@ class SharedMemory:
         return offset if 0 <= offset <= self.size - values.nbytes and values.flags.c_contiguous else None
 
     def __del__(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError, AttributeError):  # __init__ may have failed before there was one
             os.close(self.descriptor)
 
 
@@ -95,5 +95,5 @@ class Receipts:
 
     def close(self) -> None:
         """A thread that waits, here or there, is woken."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the other end has ended it
             self._end.shutdown(socket.SHUT_RDWR)

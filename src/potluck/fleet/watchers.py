@@ -44,7 +44,7 @@ class WatcherFeed:
             self._feed()
         except OSError:
             why = "it closed the connection"
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it may be what has ended
             self._pipe.close()
         self._on_end(why)
 
@@ -63,7 +63,7 @@ class WatcherFeed:
                 self._closing.wait(LOOK_S)
 
     def _tell_now(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # not written yet
             if (at := self._now.stat().st_mtime_ns) != self._now_seen:
                 self._now_seen = at
                 self._tell(NOW, self._now.read_bytes())
