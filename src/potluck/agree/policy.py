@@ -51,7 +51,8 @@ class _Windowed:
     chooses: ClassVar[bool] = False
     """Whether all step together wherever that is the shorter way to a loss."""
     figures: ClassVar[tuple[str, ...]] = ("divergence",)
-    """What its planner asks of each replica's window beside times and counts: names of engine/figures.py."""
+    """Figures that its planner asks of each replica's window beside times and counts, by their names in
+    engine/figures.py."""
     ends_by_clock: ClassVar[bool] = True
     """Whether a window ends at a time, whatever is done by then; else when each has done its own count of batches."""
 

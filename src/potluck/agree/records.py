@@ -103,7 +103,7 @@ _NUMBERS = ("version", "step", "epoch", "row", "rows_seen", "turn", "skipped", "
 
 
 class Report(NamedTuple):
-    """What one worker did: of a step, of a window, of a batch of its own replica, or of a slice.
+    """One worker's report: of a step, of a window, of a batch of its own replica, or of a slice.
 
     In a group all of it is a row of floats, the figures last; a host hears it as a SliceReport.
     """
@@ -114,7 +114,7 @@ class Report(NamedTuple):
     batches: float = 0.0
     """Steps that the worker took by itself."""
     skipped: float = 0.0
-    """Those of them whose gradient was not finite."""
+    """Steps whose gradient was not finite."""
     skipped_rows: float = 0.0
     busy_s: float = 0.0
     """Seconds spent computing."""
@@ -131,7 +131,7 @@ class Report(NamedTuple):
     worker: float = 0.0
     """At a host: the id of the worker that told it."""
     figures: Mapping[str, float] = {}
-    """What the policy's planner asks for beside, by name: see engine/figures.py."""
+    """Figures that the policy's planner asks for beside, by name: see engine/figures.py."""
 
     def to_row(self, names: Sequence[str] = ()) -> list[float]:
         """`names`: of the figures, which all workers have in the same order."""

@@ -301,7 +301,7 @@ PLANNERS: dict[type, type[WindowPlanner]] = {}
 
 
 def make_planner(policy: Windowed, names: Sequence[str]) -> WindowPlanner:
-    """What decides under this policy, in a group and at a host."""
+    """Return the planner that decides under this policy, in a group and at a host."""
     kind = next((PLANNERS[each] for each in type(policy).__mro__ if each in PLANNERS), WindowPlanner)
     return kind(policy, names)
 

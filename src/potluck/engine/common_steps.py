@@ -11,7 +11,7 @@ from potluck.events import StepSkipped
 def report_of(
     run: RunState, busy_s: float, *, sync_s: float, loss_sum: float | None = None, send_s: float = 0.0
 ) -> Report:
-    """What this worker says of the step. `sync_s`: in the one before."""
+    """Make this worker's report of the step. `sync_s`: in the one before."""
     return Report(
         samples=run.tally.samples,
         loss_sum=run.tally.loss_sum.item() if loss_sum is None else loss_sum,
@@ -27,7 +27,8 @@ def report_of(
 def apply_step(
     run: RunState, decision: StepDecision, reports: Sequence[Report], samples: float, *, is_done: bool = False
 ) -> StepSkipped | None:
-    """What all have agreed on; a step that is skipped is returned. `samples`: over which this replica's buffers moved.
+    """Apply what all have agreed on; a step that is skipped is returned. `samples`: over which this replica's buffers
+    moved. `samples`: over which this replica's buffers moved.
 
     `is_done`: the optimizer has stepped already, or has left it out.
     """

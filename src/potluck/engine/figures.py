@@ -11,7 +11,7 @@ from potluck.agree.records import Report
 
 @dataclass
 class WindowTrace:
-    """What a replica's window was like."""
+    """Facts about a replica's window, from which figures are made."""
 
     drift: float = 0.0
     """How far it was from the mean at the agreement before, as a part of that mean's norm."""
@@ -42,6 +42,6 @@ class WindowFigures:
         return {name: FIGURES[name](self._trace) for name in self._names}
 
     def to_json(self, drift: float) -> str:
-        """As a host hears them, who is told the divergence with Applied; empty if there are no others."""
+        """Write the figures for a host, which is told the divergence with Applied; empty if there are no others."""
         found = {name: figure for name, figure in self.of_window(drift).items() if name != "divergence"}
         return json.dumps(found) if found else ""

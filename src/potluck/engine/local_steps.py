@@ -65,8 +65,8 @@ def is_batch_done(run: RunState) -> bool:
 
 
 def end_batch(run: RunState, within: Link, *, is_over: bool = False) -> tuple[Report, float, StepDecision]:
-    """What the ranks of this replica did together in the batch that ends; over which samples this rank's gradient is;
-    and whether it is applied."""
+    """End a batch: return what the ranks of this replica did together in it; over which samples this rank's gradient
+    is; and whether it is applied."""
     replica, tally = run.prepared(), run.tally
     replica.unseal()
     if within.world == 1:

@@ -296,7 +296,7 @@ class Windows:
             self._step_together()
 
     def _rows_of_schedule(self, decision: WindowPlan) -> int:
-        """As if all replicas were as far in the window as this one."""
+        """Count rows as if all replicas were as far in the window as this one."""
         mine, whole = decision.rows[self.nodes.number], sum(decision.rows)
         done = min(1.0, self._window.rows / mine) if mine else 1.0
         return self._run.rows_seen + round(done * whole)
@@ -353,7 +353,7 @@ class Windows:
             self._moments.take()
 
     def settle(self) -> None:
-        """What replicas keep for the next mean becomes the same everywhere. Called on every worker alike."""
+        """Make what replicas keep for the next mean the same everywhere. Called on every worker alike."""
         self._delta.settle()
 
     def _emit_decision(self, decision: WindowPlan) -> None:

@@ -31,7 +31,7 @@ class Grid:
     replica_group: Link
     """All who hold the same stages as we do, of any replica."""
     shards: Link
-    """Those of them who hold them of our replica: each some part."""
+    """Link of the ranks that hold the same stages of our replica as we do: each some part."""
     is_cut: bool = True
 
     @property
@@ -85,7 +85,7 @@ class Grid:
         return self.merge(rows, "pipeline")[self.pipeline_of(self.link.rank % len(rows))]
 
     def worker_steps(self, reports: Sequence[Report], took_s: float) -> tuple[WorkerStep, ...]:
-        """What each rank did of a step that all began together and finished after `took_s`."""
+        """Report what each rank did of a step that all began together and finished after `took_s`."""
         pipelines = self.merge(reports, "pipeline")
         return tuple(
             WorkerStep(
@@ -139,7 +139,7 @@ class Nodes:
 
     @property
     def number(self) -> int:
-        """Of our node."""
+        """Number of our node."""
         return self.link.rank // self.size
 
     @property
