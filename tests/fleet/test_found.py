@@ -417,6 +417,11 @@ def test_one_that_has_applied_a_step_does_not_wait_for_ever_for_one_that_hangs_a
     assert faults.fired == ["cut w0", "stall w0", "stall w0"] and ahead.is_alive and behind.state.step == 1
 
 
+def test_a_value_that_comes_as_the_host_wakes_is_not_waited_with_for_longer_than_another() -> None:
+    """The pause was before it, so the others are waited for as long as ever."""
+    simulate(9900002452, "sync", Counter())
+
+
 @pytest.mark.parametrize(
     ("seed", "policy"),
     [

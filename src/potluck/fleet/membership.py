@@ -246,7 +246,7 @@ class Membership:
             member.working_since = min(now, member.working_since + seconds)
             member.evaluating_since = min(now, member.evaluating_since + seconds)
             if member.shut_at is not None:
-                member.shut_at += seconds
+                member.shut_at = min(now, member.shut_at + seconds)
 
 
 def unique_names(members: Sequence[WorkerRecord]) -> list[str]:

@@ -217,7 +217,7 @@ class Transfers:
 
     def extend_deadlines(self, seconds: float) -> None:
         for transfer in self.under_way.values():
-            transfer.moved_at += seconds
+            transfer.moved_at = min(self.run.clock, transfer.moved_at + seconds)
 
     def expire_slow(self) -> list[Effect]:
         """A worker that was to send a state, and sends nothing of it, is passed over while there are others to ask."""
