@@ -28,7 +28,7 @@ def apply_step(
     run: RunState, decision: StepDecision, reports: Sequence[Report], samples: float, *, is_done: bool = False
 ) -> StepSkipped | None:
     """Apply what all have agreed on; a step that is skipped is returned. `samples`: over which this replica's buffers
-    moved. `samples`: over which this replica's buffers moved.
+    moved.
 
     `is_done`: the optimizer has stepped already, or has left it out.
     """
