@@ -1,5 +1,4 @@
 """Composes a run from the answers that it is given; or says why that cannot be, as a sentence. Pure: knows no torch.
-Pure: knows no torch.
 
 Three answers are independent of each other: where one replica's bytes live (strategy, stages), when replicas agree
 (policy), and over what they talk (a group, a store, a host). This is the only place that looks at more than one of
