@@ -8,6 +8,8 @@ from typing import Annotated, get_args
 import tyro
 
 from potluck import __version__
+from potluck.account import begin as begin_account
+from potluck.account import on_quit
 from potluck.commands.chat import Chat
 from potluck.commands.demo import Demo
 from potluck.commands.doctor import Doctor
@@ -18,12 +20,15 @@ from potluck.commands.invite import MakeInvite
 from potluck.commands.join import Join
 from potluck.commands.pause import Pause, Resume
 from potluck.commands.push import Push
+from potluck.commands.replay import ReplayRun
 from potluck.commands.run import Run
 from potluck.commands.train import Train
 from potluck.commands.up import Up
 from potluck.commands.watch import WatchRun
+from potluck.commands.why import Why
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.event_queue import end_process
+from potluck.logs import configure_logs
 from potluck.signals import end_on_sigterm, let_through
 from potluck.words import say
 
@@ -39,6 +44,8 @@ COMMANDS = (
     | Annotated[Pause, tyro.conf.subcommand("pause")]
     | Annotated[Resume, tyro.conf.subcommand("resume")]
     | Annotated[WatchRun, tyro.conf.subcommand("watch")]
+    | Annotated[Why, tyro.conf.subcommand("why")]
+    | Annotated[ReplayRun, tyro.conf.subcommand("replay")]
     | Annotated[Up, tyro.conf.subcommand("up")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Push, tyro.conf.subcommand("push")]
@@ -57,9 +64,14 @@ def main() -> None:
     if sys.argv[1:] in (["--version"], ["-V"]):
         print(f"potluck {__version__}")
         return
-    with end_on_sigterm() if sys.argv[1:2] and sys.argv[1] in TRAIN else nullcontext():
+    trains = bool(sys.argv[1:2]) and sys.argv[1] in TRAIN
+    with end_on_sigterm() if trains else nullcontext():
         try:
             let_through()
+            configure_logs()
+            if trains:
+                begin_account(f"potluck {sys.argv[1]}")
+                on_quit.append(_tell_own)
             code = _main()
         except PotluckError as error:
             say(str(error))
@@ -67,6 +79,12 @@ def main() -> None:
         except KeyboardInterrupt:
             code = Interrupted.exit_code
     end_process(code)
+
+
+def _tell_own() -> None:
+    from potluck.launch.why import tell_own
+
+    tell_own()
 
 
 def _main() -> int:

@@ -251,6 +251,8 @@ class WorkerWent(Event):
     """How many are left."""
     owed: bool = False
     """Whether it had a part of the step under way, which the others compute again."""
+    stack: str = ""
+    """Where it was stuck, if it told: a line for each call, the innermost first."""
 
 
 class Recovered(Event):
@@ -286,6 +288,8 @@ class Stalled(Event):
     """Seconds since then."""
     then: str = ""
     """Action that the host takes."""
+    stack: str = ""
+    """Where it is stuck, if it told: a line for each call, the innermost first."""
 
 
 class Sampled(Event):

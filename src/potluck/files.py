@@ -2,11 +2,13 @@
 
 import itertools
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from potluck.errors import ConfigError
 from potluck.system import FOR_US_ALONE, sync
 
 
@@ -46,6 +48,16 @@ def publish(aside: Path, place: Path) -> None:
         sync(path)
     aside.rename(place)
     sync(place.parent)
+
+
+def make_own(folder: Path) -> None:
+    """A folder that nobody else can write to: what lies there is believed, and acted on."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if hasattr(os, "getuid"):
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise ConfigError(f"{folder} belongs to somebody else. Point XDG_RUNTIME_DIR to a folder of yours.")
+        folder.chmod(0o700)
 
 
 def first_free(wanted: Path, is_taken: Callable[[Path], bool]) -> Path:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -123,3 +124,43 @@ def children_of(pid: int) -> list[int]:
         return sorted(child.pid for child in psutil.Process(pid).children())
     except psutil.NoSuchProcess:
         return []
+
+
+def started_at(pid: int) -> str:
+    """Say when a process of ours was started, in a way that no other of its number shares; empty: it is not there any
+    more, or is somebody else's."""
+    entry = Path("/proc") / str(pid)
+    try:
+        if Path("/proc/self/stat").exists():  # in ticks: psutil's seconds change with the clock
+            words = _stat(pid)
+            return words[19] if words[0] != "Z" and entry.stat().st_uid == os.getuid() else ""
+        import psutil
+
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            return str(process.create_time()) if process.uids().real == os.getuid() else ""
+    except (OSError, IndexError):
+        pass
+    return ""
+
+
+def state_of(pid: int) -> str:
+    """Return T if it is stopped, D if it waits for a disk or a device; empty: the system does not tell."""
+    try:
+        return _stat(pid)[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _stat(pid: int) -> list[str]:
+    return (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process answers this signal itself; where the system does not tell, it is believed to."""
+    try:
+        status = (Path("/proc") / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return not Path("/proc/self/stat").exists()
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)

@@ -41,6 +41,7 @@ BELOW = {
 BELOW["top"] = f"{BELOW['launch']} {BELOW['engine']} cluster hub launch"
 MAY_IMPORT = {room: {"ground", room, *below.split()} for room, below in BELOW.items()}
 GROUND = {
+    "account",
     "batch_shapes",
     "coded_numbers",
     "coded_tensors",
@@ -51,6 +52,7 @@ GROUND = {
     "event_queue",
     "events",
     "files",
+    "logs",
     "patches",
     "signals",
     "system",
@@ -80,6 +82,8 @@ PURE = [
     "fleet/ending.py",
     "fleet/evaluation.py",
     "fleet/gathering.py",
+    "fleet/flight_lines.py",
+    "fleet/frozen.py",
     "fleet/inputs.py",
     "fleet/ledger.py",
     "fleet/membership.py",
@@ -92,6 +96,7 @@ PURE = [
     "fleet/stragglers.py",
     "fleet/transfers.py",
     "fleet/tree.py",
+    "fleet/waits.py",
     "fleet/weights.py",
     "train/schedule.py",
     "trackers/scalars.py",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from potluck.account import begin as begin_account
 from potluck.agree.policy import Policy, policy_of
 from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, ranks_per_worker, settled
@@ -23,6 +24,7 @@ from potluck.fleet.invite import INVITE, Invite, read_invite
 from potluck.link.link import Alone, GroupLink, Link, placed
 from potluck.link.link import connect as join_group
 from potluck.link.ranks import asked_ranks, is_later_rank, meet, ranks_here
+from potluck.logs import configure_logs
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import CommunicationProtocol, Stages
 
@@ -47,6 +49,8 @@ def init(
     int8 or int4; auto: what makes steps shorter. `patience_s` is how long a worker of a process group may be silent
     before the others give it up. These pages call what it returns `fleet`.
     """
+    begin_account("worker", os.environ.get("POTLUCK_NAME") or os.environ.get("RANK", ""))
+    configure_logs()
     checked(lambda: check_patience("patience_s", patience_s))
     if isinstance(stages, CommunicationProtocol):
         stages = Stages(protocol=stages)

@@ -12,6 +12,7 @@ from potluck.wire.messages import (
     Applied,
     BaseFiles,
     EvaluateNext,
+    Heartbeat,
     Hello,
     JoinRequest,
     Leave,
@@ -40,6 +41,7 @@ LEAST_BUSY_S, MOST_BUSY_S = 1e-6, 1e9
 
 
 _MOST: dict[type[Message], dict[str, int]] = {
+    Heartbeat: {"node_id": MOST_TEXT},
     Hello: {"name": MOST_NAME, "kind": MOST_NAME},
     JoinRequest: {"node_id": MOST_NAME, "backend": MOST_NAME},
     Ready: {"digest": MOST_NAME},

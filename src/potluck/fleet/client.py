@@ -4,15 +4,18 @@ One thread reads, one writes; the training thread calls what is here and never t
 lost is made again by the thread that waits for the next message. Knows nothing of torch: gradients are numpy arrays.
 """
 
+import logging
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from potluck.account import Told, know, main_place, short_stack, tell_with
 from potluck.coded_numbers import Floats, Octets
 from potluck.errors import PotluckError, TheirProtocolError
 from potluck.fleet.connection import Connection, PayloadLayout, part_of
@@ -43,6 +46,9 @@ from potluck.wire.messages import (
     StateMore,
     Welcome,
 )
+from potluck.words import duration, plural
+
+log = logging.getLogger("potluck.client")
 
 SHARED_TIMES = 8
 """How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
@@ -113,6 +119,28 @@ class Client:
         self._door = HostConnector(invite, name=name, kind=kind, say=say)
         self._patience_before_s = 10.0
         self._memory: SharedMemory | None = None
+        self._waits_since: float | None = None
+        """Since when the training thread waits for the host; none: it computes."""
+        self._moved_at = time.monotonic()
+        """When the training thread was last here."""
+        self._trainer = threading.get_ident()
+        self._told_stuck = 0.0
+        self._address = f"{invite.host} port {invite.port}"
+        know(host=f"{invite.port} {invite.pin or ''}", name=name)
+        tell_with("worker", self._account)
+
+    def _account(self) -> Told:
+        now, session = time.monotonic(), self._session
+        lines = []
+        if session is not None:
+            unsent, heard = plural(session.out.unsent, "message"), duration(now - session.pipe.heard_at)
+            unread = plural(len(session.inbox), "message")
+            lines.append(f"{unsent} to be sent, {unread} to be taken in, heard {heard} ago from the host.")
+            lines += [f"The connection is lost: {session.lost}."] if session.lost is not None else []
+        if (since := self._waits_since) is not None:
+            return f"{self.name} waits for the host at {self._address}, for {duration(now - since)}.", lines
+        here = main_place(self._trainer)
+        return f"{self.name} computes, for {duration(now - self._moved_at)}{f', at {here}' if here else ''}.", lines
 
     def return_to(self, patience_s: float) -> None:
         """This machine was away, and its host has this patience: wait for it as one that has lost it."""
@@ -163,6 +191,7 @@ class Client:
             with self._change:  # else what it has read would be taken for the next one's
                 self._change.wait_for(lambda: before.lost is not None, self.patience_s)
         pipe, self.welcome = self._door.connect(self.patience_s, again=again)
+        log.info("worker %d of the host at %s, with a patience of %g s", self.worker_id, self._address, self.patience_s)
         pipe.give_up_link(self.patience_s)
         with self._change:
             self._session = session = _Session(pipe)
@@ -192,6 +221,7 @@ class Client:
 
     def send(self, message: Message, before: Callable[[], None] | None = None) -> None:
         """Queues a message; arrays in it must not change until flush(). `before` is called first."""
+        self._moved_at = time.monotonic()
         with self._change:
             session = self._session
             if session is None or session.lost is not None:
@@ -252,7 +282,7 @@ class Client:
 
     def receive_any(self, timeout_s: float | None = None) -> Message | ConnectionLost | AverageReady | None:
         """The same, and averages too, where they are taken one by one."""
-        with self._change:
+        with self._change, self._waiting():
             session = self._session
             assert session is not None
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -268,7 +298,7 @@ class Client:
     def take_means(self, step: int, without: frozenset[int] = frozenset()) -> Means | None:
         """The averages of a step, once all of them are here; none if the connection was lost before that. `without`:
         parts of which there is none."""
-        with self._change:
+        with self._change, self._waiting():
             session = self._session
             assert session is not None
             while True:
@@ -279,6 +309,14 @@ class Client:
                 if session.lost is not None:
                     return None
                 self._change.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._waits_since, self._trainer = time.monotonic(), threading.get_ident()
+        try:
+            yield
+        finally:
+            self._waits_since, self._moved_at = None, time.monotonic()
 
     def release_average(self) -> None:
         """Releases the average that was received last."""
@@ -313,6 +351,7 @@ class Client:
                     self._take_in(session, session.read_message(head, length))
         except (OSError, PotluckError) as error:
             why = str(error)
+        log.info("the connection to the host is lost: %s", why)
         with self._change:
             session.lost = why
             session.out.drop()
@@ -320,6 +359,7 @@ class Client:
         session.close()
 
     def _take_in(self, session: _Session, message: Message) -> None:
+        log.debug("heard %s of step %s", type(message).__name__, getattr(message, "step", "none"))
         if isinstance(message, AverageAt):
             self._take_average(session, message)
             return
@@ -449,4 +489,13 @@ class Client:
             session.close()  # the reader says why
 
     def _beat(self) -> Message:
-        return Heartbeat(self.name, int(time.time() * 1000))
+        return Heartbeat(f"{self.name}{self._tell_stuck()}", int(time.time() * 1000))
+
+    def _tell_stuck(self) -> str:
+        """Behind a line break, which a host of before this does not look at: where the training thread is, once it has
+        asked for nothing and sent nothing for half of patience."""
+        is_stuck = self._waits_since is None and time.monotonic() - self._moved_at > self.patience_s / 2
+        if not is_stuck or self._told_stuck == self._moved_at:
+            return ""
+        self._told_stuck = self._moved_at
+        return "\n" + short_stack(self._trainer)

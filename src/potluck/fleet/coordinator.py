@@ -105,21 +105,6 @@ class Coordinator(CoordinatorState):
         self.ending = Ending(self, self.rounds, self.saving, self.evaluations, self.gatherings, self.weights)
         self.orders = Orders(self, self.rounds, self.saving, self.ending)
         self.at_least = at_least
-        self._hear: dict[type[Message], Callable[[WorkerRecord, Any], list[Effect]]] = {
-            Heartbeat: lambda member, beat: [],  # a thousand who wait would get as many answers that nobody reads
-            Ready: self.weights.on_ready,
-            BaseFiles: lambda member, asked: [SendBase(member.peer, asked)],
-            BaseWanted: lambda member, asked: [SendBase(member.peer, asked)],
-            SliceReport: self.rounds.on_report,
-            Applied: lambda member, applied: self.weights.on_applied(member, applied) + self.gatherings.settle(),
-            EvaluateNext: self.evaluations.on_next,
-            Gather: self.gatherings.on_gather,
-            SaveDue: self.saving.on_due,
-            StateBegin: self.transfers.on_begin,
-            StateChunk: self.transfers.on_chunk,
-            Leave: self.ending.on_leave,
-            Wrote: self._on_wrote,
-        }
 
     @property
     def now(self) -> StepUnderWay | None:
@@ -156,6 +141,8 @@ class Coordinator(CoordinatorState):
                     return self._on_watch(peer, message)
             return self.refuse(peer, "unknown", "")
         member.hear(now)
+        if not isinstance(message, Heartbeat):
+            member.stack = ""
         if member.plain:
             if isinstance(message, Heartbeat):
                 return [Send(peer, message)]
@@ -163,7 +150,7 @@ class Coordinator(CoordinatorState):
         if type(message) not in LEGAL[member.phase]:
             name = type(message).__name__
             return self.refuse(peer, "illegal", f"{name} is not expected from a worker that is {member.phase.name}.")
-        return self._hear[type(message)](member, message)
+        return _HEAR[type(message)](self, member, message)
 
     def _on_hello(self, peer: int, hello: Hello, address: str) -> list[Effect]:
         if not is_right_secret(hello.secret, self._secret):
@@ -229,6 +216,7 @@ class Coordinator(CoordinatorState):
             polite=member.leaving or self.finished is not None,
             workers=len(self.membership.ready),
             owed=bool(member.nodes),
+            stack=member.stack,
         )
         effects: list[Effect] = [Emit(went), *self._hold_off(member)]
         effects += self.transfers.on_gone(peer)
@@ -331,3 +319,22 @@ class Coordinator(CoordinatorState):
             self.gatherings.extend_deadlines(gap)
             self.ending.extend_deadlines(gap)
             self.weights.extend_deadlines(gap)
+
+
+_Hear = Callable[[Coordinator, WorkerRecord, Any], list[Effect]]
+_HEAR: dict[type[Message], _Hear] = {
+    Heartbeat: lambda core, member, beat: member.hear_stack(beat.node_id),  # no answer: a thousand may wait
+    Ready: lambda core, member, ready: core.weights.on_ready(member, ready),
+    BaseFiles: lambda core, member, asked: [SendBase(member.peer, asked)],
+    BaseWanted: lambda core, member, asked: [SendBase(member.peer, asked)],
+    SliceReport: lambda core, member, report: core.rounds.on_report(member, report),
+    Applied: lambda core, member, applied: core.weights.on_applied(member, applied) + core.gatherings.settle(),
+    EvaluateNext: lambda core, member, ask: core.evaluations.on_next(member, ask),
+    Gather: lambda core, member, ask: core.gatherings.on_gather(member, ask),
+    SaveDue: lambda core, member, due: core.saving.on_due(member, due),
+    StateBegin: lambda core, member, begin: core.transfers.on_begin(member, begin),
+    StateChunk: lambda core, member, chunk: core.transfers.on_chunk(member, chunk),
+    Leave: lambda core, member, leave: core.ending.on_leave(member, leave),
+    Wrote: lambda core, member, wrote: core._on_wrote(member, wrote),
+}
+"""Not of the object: a coordinator holds nothing but what it knows, so that it can be written down."""

@@ -35,6 +35,7 @@ from potluck.wire.messages import (
     ShareMemory,
     Work,
 )
+from potluck.words import plural
 
 PIECE_BYTES = 4 << 20
 AT_ONCE = (Committed, Work)
@@ -105,6 +106,13 @@ class PeerConnection(Connection):
     @property
     def is_over(self) -> bool:
         return self.gone or self.closing_at is not None
+
+    def tell_queues(self) -> str:
+        asked = [f"{len(each.nodes)} of step {each.step:,}" for each in list(self.expected)]
+        told = [f"{plural(len(self.queue), 'message')} to be sent", f"{plural(len(self.owed), 'average')} not taken"]
+        told += [f"nodes expected: {', '.join(asked)}"] if asked else []
+        told += ["its gradients wait for their turn"] if self.held else []
+        return ", ".join(told + (["it does not read"] if self.stuck[1] else []))
 
     def put(self, out: Outgoing) -> None:
         with self.change:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from potluck.fleet.effects import Effect
 from potluck.fleet.tree import Node
+from potluck.wire.words import clean
 
 Look = tuple[int, int, int]
 """An evaluation: (step, rows, rows of a range). A worker that names another set evaluates it alone."""
@@ -37,6 +39,8 @@ WATCHED = 10
 """Times `patience` in which a link's lateness is remembered, at least."""
 MOST_SILENT = 1024
 """Workers that were parted from and may come back, of whom something is remembered."""
+MOST_LINES, MOST_OF_LINE = 20, 200
+"""The most lines, and characters of a line, that say where a worker is stuck."""
 LATE = 3
 """Times the longest silence that a link has shown, after which a worker is taken for silent."""
 
@@ -119,6 +123,8 @@ class WorkerRecord:
     shut_at: float | None = None
     """When it was told that the run is over for it."""
     warned_at: float = 0.0
+    stack: str = ""
+    """Where its training thread was when it had done nothing for half of patience, as it told, until it does more."""
     lateness: Lateness = field(default_factory=Lateness)
 
     @property
@@ -140,6 +146,12 @@ class WorkerRecord:
         if self.is_ready:  # before that it builds its model, and may beat late
             self.lateness.note(at, at - self.heard_at)
         self.heard_at = max(at, self.heard_at)
+
+    def hear_stack(self, words: str) -> list[Effect]:
+        """Keep where it is stuck, if its heartbeat says so: behind its name and a line break, in any words."""
+        _, *lines = words.splitlines()
+        self.stack = "\n".join(clean(line, MOST_OF_LINE) for line in lines[:MOST_LINES]) or self.stack
+        return []
 
     def silent_s(self, now: float) -> float:
         """The published worker sends no heartbeats: its silence counts only while it owes something."""

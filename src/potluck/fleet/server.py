@@ -8,6 +8,7 @@ bytes of gradients pass outside of it.
 import itertools
 import logging
 import os
+import re
 import socket
 import ssl
 import threading
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from potluck.account import Told, tell_with
 from potluck.agree.records import Position
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import Event, Noticed
@@ -28,6 +30,8 @@ from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect, StepRecord
 from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection, PeerWriter
 from potluck.fleet.file_stream import stream_chunks, stream_header
+from potluck.fleet.flight import FlightRecorder
+from potluck.fleet.flight_lines import input_in_words, summary
 from potluck.fleet.inputs import feed
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
@@ -36,6 +40,7 @@ from potluck.fleet.phases import enter_phase
 from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
 from potluck.fleet.reading import PeerReader
 from potluck.fleet.sealing import new_key
+from potluck.fleet.waits import tell_owed, tell_waits
 from potluck.fleet.watchers import STUCK_S, WatcherFeed
 from potluck.wire.codec import decode
 from potluck.wire.messages import SAVE, Message, SealKey, ShareMemory, StateBegin, StateChunk
@@ -88,6 +93,7 @@ class Server:
         self.on_completed: Callable[[Description], None] = lambda description: None
         """Hears of a run that was known in part, as from a journal: what its workers bring now."""
         self.finished: effects.Finish | None = None
+        self.recorder: FlightRecorder | None = None
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -114,11 +120,19 @@ class Server:
         coordinator.weights.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
             self.exchange.describe(coordinator.description)
+        tell_with("host", self._account)
 
     def start(self) -> None:
         self._lobby.start()
         self._spawn(self._tick, "ticker")
         self._spawn(self._base.run, "base sender")
+
+    def record(self, folder: Path) -> None:
+        """Writes down there what the coordinator hears and decides. Before start()."""
+        try:
+            self.recorder = FlightRecorder(folder, self.core)
+        except OSError as error:  # a run need not end for it
+            log.warning("there is no flight recorder: %s", error)
 
     def serve_base(self, folder: Path) -> None:
         """To workers that lack the base model and ask for it. Before start()."""
@@ -153,6 +167,8 @@ class Server:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=2.0)
+        if self.recorder is not None:
+            self.recorder.close()
 
     def request_stop(self) -> None:
         self._act("stop")
@@ -170,12 +186,38 @@ class Server:
         with self._lock:
             return standing_now(self.core, self.connections, self._travelled, time.monotonic(), time.time())
 
+    def _account(self) -> Told:
+        """Who waits for whom, what is owed, and what is queued. It waits for no lock: one may never be released."""
+        is_held = not self._lock.acquire(timeout=0.5)
+        try:
+            now, mean = time.monotonic(), self.exchange.mean
+            receivers = sorted(mean.waits_for) if mean is not None and not is_held else []
+            lines = tell_owed(self.core, now)
+            for peer, connection in list(self.connections.items()):
+                member = self.core.membership.members.get(peer)
+                lines.append(f"To {member.name if member is not None else peer}: {connection.tell_queues()}.")
+            if is_held:
+                names = {thread.ident: thread.name for thread in threading.enumerate()}
+                owner = re.search(r"owner=(\d+)", repr(self._lock))
+                holder = names.get(int(owner[1])) if owner is not None else None
+                lines.append(f"The coordinator's lock is held by thread {holder}; what is said here may be half done.")
+            return tell_waits(self.core, now, receivers), lines
+        finally:
+            if not is_held:
+                self._lock.release()
+
     # Deciding and doing
 
     def _act(self, name: str, *what: Any) -> None:
         """Feeds the coordinator an input of inputs.py, and does what it decides."""
         with self._deciding():
-            for effect in feed(self.core, time.monotonic(), name, *what):
+            now = time.monotonic()
+            decided = feed(self.core, now, name, *what)
+            if self.recorder is not None:
+                self.recorder.note(now, name, what, decided)
+            if log.isEnabledFor(logging.DEBUG) and (decided or name != "tick"):
+                log.debug("%s -> %s", input_in_words(name, what), summary(decided) or "nothing")
+            for effect in decided:
                 self._do(effect)
 
     @contextmanager

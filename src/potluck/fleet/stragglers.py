@@ -37,7 +37,8 @@ class Stragglers:
 
     def _stalled(self, member: WorkerRecord, is_silent: bool, seconds: float, then: str = "") -> Emit:
         doing = f"{'silent while ' * is_silent}{member.doing(self.run.standing.version)}"
-        return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=seconds, then=then))
+        who, stack = member.name, member.stack
+        return Emit(Stalled(worker=member.worker_id, name=who, doing=doing, seconds=seconds, then=then, stack=stack))
 
     def _waited_since(self, member: WorkerRecord) -> float:
         now = self.rounds.now

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from potluck.environment import runtime_folder
 from potluck.errors import ConfigError
-from potluck.files import write_whole
+from potluck.files import make_own, write_whole
 from potluck.system import lock
 from potluck.waiting import wait_until
 from potluck.words import say
@@ -35,13 +35,8 @@ MOST_S = 366 * 86_400.0
 
 
 def control_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return this user's folder on this machine: a home may be shared by many machines, and a run folder is not."""
-    if (runtime := environment.get("XDG_RUNTIME_DIR")) and os.access(runtime, os.W_OK):
-        return Path(runtime) / "potluck" / "workers"
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (
-        cache / "potluck" / "workers" / os.uname().nodename if hasattr(os, "uname") else cache / "potluck" / "workers"
-    )
+    """Return this user's folder of joiners on this machine."""
+    return runtime_folder("workers", environment)
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ def controlled(name: str, run: str) -> Iterator[Control]:
     """A folder that others of this user find while this process lives. `run`: where its host is, without a secret."""
     folder = control_folder() / name
     try:
-        _make_own(folder.parent)
+        make_own(folder.parent)
         shutil.rmtree(folder, ignore_errors=True)  # of a process that had this number before
         folder.mkdir(mode=0o700)
         file: IO[Any] = (folder / LOCK).open("w")
@@ -107,16 +102,6 @@ def controlled(name: str, run: str) -> Iterator[Control]:
             yield Control(folder, run)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make_own(folder: Path) -> None:
-    """Nobody else may write there: a wish is an order."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if hasattr(os, "getuid"):
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise ConfigError(f"{folder} belongs to somebody else. Point XDG_RUNTIME_DIR to a folder of yours.")
-        folder.chmod(0o700)
 
 
 # From outside

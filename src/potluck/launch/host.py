@@ -40,6 +40,7 @@ from potluck.finetune.settings import is_finetune
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Finish, StepRecord
+from potluck.fleet.flight import FLIGHT
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, reachable, read_invite
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
@@ -239,6 +240,7 @@ class _Host:
         if args.base is not None:
             server.serve_base(args.base)
         server.show_watchers(self.folder / EVENTS, self.folder / NOW)
+        server.record(self.folder / FLIGHT)
         server.on_step = self._on_step
         server.on_described = self._on_described
         if described is not None:

@@ -15,9 +15,11 @@ import threading
 import traceback
 from pathlib import Path
 
+from potluck.account import begin as begin_account
 from potluck.environment import IGNORED, LAST_WORDS, PARENT_PIPE
 from potluck.errors import Interrupted, PotluckError, WorkerLost
 from potluck.fleet.invite import INVITE
+from potluck.logs import configure_logs
 from potluck.signals import let_through
 
 
@@ -33,6 +35,8 @@ def main() -> None:
 def _main() -> int:
     _end_with_parent()
     _hear_early()
+    begin_account("worker", os.environ.get("POTLUCK_NAME") or os.environ.get("RANK", ""))
+    configure_logs()
     try:
         let_through()  # what came while Python was starting comes now
         _run(sys.argv[1:])

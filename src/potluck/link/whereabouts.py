@@ -20,10 +20,11 @@ from typing import NamedTuple, NoReturn
 
 from torch._C._distributed_c10d import Store
 
+from potluck.account import TELL_S, Told, tell_with
 from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError
 from potluck.waiting import wait_until
-from potluck.words import say
+from potluck.words import duration, plural, say
 
 STEP = "fleet.step()"
 END = "the end of its script"
@@ -135,6 +136,20 @@ def tell_waiting(own: int, ranks: Mapping[int, Whereabouts], world: int) -> str 
     )
 
 
+def tell_now(own: int, ranks: Mapping[int, Whereabouts], world: int, seconds: float) -> str:
+    """Return a sentence that says for whom this rank waits, or where it is. Pure."""
+    here = ranks[own]
+    call = here.name_of(here.made - 1) or STEP
+    if not here.waits:
+        return f"Worker {own} computes, and has made no call that needs all workers for {duration(seconds)}{_at(here)}."
+    late = [rank for rank in range(world) if rank not in ranks or ranks[rank].made < here.made]
+    known = [f"worker {rank} was last at {ranks[rank].place}" for rank in late if rank in ranks and ranks[rank].place]
+    silent = [f"worker {rank} has told nothing" for rank in late if rank not in ranks]
+    where = f"; {', '.join(known + silent)}" if late else ", which are in the same call"
+    others = late or [rank for rank in range(world) if rank != own]
+    return f"Worker {own} waits in {call} for {_workers(others)}, for {duration(seconds)}{where}."
+
+
 def _tell_standstill(ranks: Mapping[int, Whereabouts], world: int) -> str | None:
     """Within a step that a slow rank has not reached yet, others wait in silence: that is usual. All of them do not."""
     alike = len({each.made for each in ranks.values()}) == 1 and all(each.waits for each in ranks.values())
@@ -166,16 +181,19 @@ class GroupWatch:
         self._told: Whereabouts | None = None
         self._said: set[tuple[str | None, int]] = set()
         self._main = threading.main_thread().ident
+        self._since = time.monotonic()
+        """Since when it has made no other call."""
+        tell_with("group", self._account)
         # A thread, since the main one is what waits in a collective for ever where ranks have made different calls.
         self._thread = threading.Thread(target=self._look_on, name="whereabouts", daemon=True)
         self._thread.start()
 
     def _look_on(self) -> None:
-        seen, since = -1, time.monotonic()
+        seen = -1
         while not self._over.wait(LOOK_S):
             if self.calls.count != seen:
-                seen, since = self.calls.count, time.monotonic()
-            elif (quiet_s := time.monotonic() - since) >= QUIET_S:
+                seen, self._since = self.calls.count, time.monotonic()
+            elif (quiet_s := time.monotonic() - self._since) >= QUIET_S:
                 try:
                     self._compare(quiet_s)
                 except RuntimeError:  # the store is gone, and with it the group: others say so
@@ -209,6 +227,19 @@ class GroupWatch:
     def _tell_here(self) -> Whereabouts:
         """Tell where this rank is; call it in the main thread."""
         return self.tell(_place(sys._getframe()), waits=True)
+
+    def _account(self) -> Told:
+        """Who waits for whom, as far as the others have told, who may be asked now as well."""
+        frame = sys._current_frames().get(self._main or 0)
+        here = self.tell(_place(frame), waits=_is_in_collective(frame))
+        time.sleep(TELL_S / 2)
+        ranks = self._others() | {self._rank: here}
+        lines = [
+            f"Worker {rank} has made {plural(each.made, 'call')} that need all workers, the last in"
+            f" {each.name_of(each.made - 1) or 'none'}{_at(each)}."
+            for rank, each in sorted(ranks.items())
+        ]
+        return tell_now(self._rank, ranks, self._world, time.monotonic() - self._since), lines
 
     def _others(self) -> dict[int, Whereabouts]:
         """Read what other ranks have told last. It may be old, but an order of calls does not change any more."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from potluck.account import know
 from potluck.environment import PAGE_POINTER
 from potluck.errors import ConfigError
 from potluck.files import write_whole
@@ -85,4 +86,5 @@ def hold(folder: Path, name: str = ".lock") -> IO[bytes]:
             f"Another run is using {folder} right now. Wait for it, join it if it has a host, or name another folder"
             " with --out."
         ) from None
+    know(run=str(folder.resolve()))
     return file

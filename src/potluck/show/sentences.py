@@ -8,6 +8,10 @@ Record = dict[str, Any]
 """One event, as events.jsonl has it."""
 
 
+STACK_SHOWN = 3
+"""The most calls that are shown of a worker that is stuck."""
+
+
 class Sentence(NamedTuple):
     kind: str
     tone: str
@@ -37,7 +41,13 @@ def _went(event: Record) -> tuple[str, str]:
     if event["polite"]:
         return "plain", f"{event['name']} left ({event['reason']}); {now}"
     again = "the others compute its part again; " if event.get("owed") and event["workers"] else ""
-    return "bad", f"{event['name']} is lost ({event['reason']}); {again}{now}"
+    return "bad", f"{event['name']} is lost ({event['reason']}); {again}{now}{_place(event)}"
+
+
+def _place(event: Record) -> str:
+    """Tell where a worker is stuck, if it said so: the innermost calls, of which events.jsonl has more."""
+    calls = str(event.get("stack") or "").splitlines()[:STACK_SHOWN]
+    return f" It was at {', called at '.join(calls)}." if calls else ""
 
 
 def _went_back(event: Record) -> tuple[str, str]:
@@ -60,7 +70,7 @@ def _recovered(event: Record) -> tuple[str, str]:
 def _stalled(event: Record) -> tuple[str, str]:
     for_s = f" for {event['seconds']:.0f} s" if event["seconds"] else ""
     then = f"; {event['then']}" if event.get("then") else ""
-    return "notice", f"Waiting for {event['name']}: {event['doing']}{for_s}{then}."
+    return "notice", f"Waiting for {event['name']}: {event['doing']}{for_s}{then}.{_place(event)}"
 
 
 def _ended(event: Record) -> tuple[str, str]:

@@ -1,0 +1,47 @@
+"""`potluck replay`."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from potluck.errors import ConfigError
+from potluck.words import duration
+
+
+@dataclass
+class ReplayRun:
+    """Repeat what a host heard and decided, from the flight recorder of its run folder, and say where it waited.
+
+    Nothing is trained and nobody is asked. It ends with code 1 where a decision differs from the recorded one.
+    """
+
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="The run folder of a host.")]
+
+    def __call__(self) -> int:
+        from potluck.fleet.flight import FLIGHT, VERSION
+        from potluck.fleet.replaying import replay
+        from potluck.fleet.waits import tell_owed, tell_waits
+
+        done = replay(Path(self.run) / FLIGHT)
+        for note in done.notes:
+            print(note)
+        if done.core is None or not done.inputs:
+            raise ConfigError(f"There is nothing to replay in {self.run}: only a host records, in its run folder.")
+        day = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(done.began))
+        end = time.strftime("%H:%M:%S", time.localtime(done.ended))
+        step = done.core.standing.version
+        print(
+            f"Replayed {done.inputs:,} inputs from {day} to {end} ({duration(done.ended - done.began)}), from step"
+            f" {done.first_step:,} to {step:,}: {'not ' * bool(done.difference)}the same decisions as then."
+        )
+        if done.difference:
+            print(done.difference)
+            if done.version != VERSION:
+                print(f"It was recorded by potluck {done.version}, and this is {VERSION}, which may decide otherwise.")
+        print(f"\nAt its end: {tell_waits(done.core, done.clock)}\n")
+        for line in tell_owed(done.core, done.clock):
+            print(f"  {line}")
+        return 1 if done.difference else 0
