@@ -18,7 +18,7 @@ from potluck.agree.records import Position
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver
 from potluck.link.link import connect
-from potluck.save import checkpoint, parts, split_saves
+from potluck.save import checkpoint, checkpoint_folder, parts, split_saves
 from potluck.save.checkpoint import Snapshot, new_aside
 from potluck.save.split_saves import Share, write_share, write_together
 from potluck.sharding.ranges import Ranges
@@ -492,8 +492,8 @@ def large(strategy: ShardingStrategy, folder: str, *, saves: bool) -> dict[str, 
             read_bytes(self, buffer, name, at)
 
         TensorFiles.read_bytes = counted  # type: ignore[method-assign]
-        check = split_saves.checkpoint_folder.check
-        split_saves.checkpoint_folder.check = lambda *arguments: _unmeasured(check, *arguments)
+        check = checkpoint_folder.check
+        checkpoint_folder.check = lambda *arguments: _unmeasured(check, *arguments)
         before = _memory_mb("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         fleet.load(folder)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from potluck.errors import CheckpointError
-from potluck.save import checkpoint_folder, state
+from potluck.save import checkpoint_folder, parts, state
 from potluck.save.checkpoint import CheckpointWriter, Snapshot, write
 from potluck.save.checkpoint_folder import check, newest, prune
+from potluck.sharding.ranges import Ranges
 
 
 def snapshot(step: int, size: int = 10) -> Snapshot:
@@ -214,12 +215,14 @@ def test_any_optimizers_state_survives_json_and_safetensors(make: object, tmp_pa
 
     parameters, optimizer, names = fresh()
     stepped(optimizer, parameters, 3)
-    tensors, skeleton = state.optimizer_state(optimizer, names)
-    place = write(tmp_path, Snapshot({"step": 1, "optimizer": skeleton}, {"optimizer": tensors}))
+    saved = parts.optimizer_part(parts.WholeModel(nn.Module(), optimizer, names))
+    place = write(tmp_path, Snapshot({"step": 1, "optimizer": saved.notes}, {"optimizer": saved.tensors}))
     others, other, other_names = fresh()
     for mine, theirs in zip(others, parameters, strict=True):
         mine.data.copy_(theirs.data)
-    state.load_optimizer(other, other_names, load_file(place / "optimizer.safetensors"), check(place)["optimizer"])
+    with Ranges([place / "optimizer.safetensors"]) as source:
+        whole = parts.WholeModel(nn.Module(), other, other_names)
+        parts.load_optimizer_part(whole, source, check(place)["optimizer"])
     stepped(optimizer, parameters, 2)
     stepped(other, others, 2)
     for mine, theirs in zip(others, parameters, strict=True):
@@ -231,7 +234,7 @@ def test_an_optimizer_with_a_function_in_it_is_refused_by_name() -> None:
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.param_groups[0]["hook"] = print
     with pytest.raises(CheckpointError, match="groups/0/hook is a builtin_function_or_method"):
-        state.optimizer_state(optimizer, {id(parameter): "x"})
+        parts.optimizer_part(parts.WholeModel(nn.Module(), optimizer, {id(parameter): "x"}))
 
 
 def test_every_generator_goes_on_from_where_it_was() -> None:

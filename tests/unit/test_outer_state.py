@@ -1,7 +1,9 @@
 """What a run keeps of each parameter beside the optimizer goes with the optimizer's state, and never into it."""
 
 import copy
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from potluck.engine.replica import Replica, StepConfig
 from potluck.link.link import Alone
-from potluck.save import state
+from potluck.save import parts, state
+from potluck.save.checkpoint import write_tensors
 from potluck.save.checkpoint_folder import AVERAGE
+from potluck.save.saves import saved_part
+from potluck.sharding.ranges import Ranges
 
 Make = Callable[[Any], Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -60,11 +65,15 @@ class Worker:
         self.replica.apply(1.0)
 
     def save(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
-        return *state.optimizer_state(self.replica.optimizer, self.replica.names), state.model_state(self.model)
+        saved = parts.optimizer_part(saved_part(self.replica))
+        return saved.tensors, saved.notes, state.model_state(self.model)
 
     def load(self, tensors: dict[str, torch.Tensor], told: dict[str, Any], model: dict[str, torch.Tensor]) -> None:
         self.model.load_state_dict(model)
-        state.load_optimizer(self.replica.optimizer, self.replica.names, tensors, told)
+        with tempfile.TemporaryDirectory() as folder:
+            write_tensors(file := Path(folder, "optimizer.safetensors"), tensors)
+            with Ranges([file]) as source:
+                parts.load_optimizer_part(saved_part(self.replica), source, told)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["here", "on the host"])

@@ -19,7 +19,7 @@ from potluck.fleet import connection, description, file_stream, host_connector, 
 from potluck.fleet.coordinator import LEGAL
 from potluck.fleet.description import Description
 from potluck.fleet.membership import WorkerPhase
-from potluck.save.state import optimizer_state
+from potluck.save.parts import WholeModel, optimizer_part
 from potluck.wire import codec
 from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, JoinRequest, Kind, LookOn, Message, layout
 
@@ -167,9 +167,10 @@ def test_the_example_of_an_optimizers_state_is_what_torchs_becomes() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    tensors, told = optimizer_state(optimizer, {id(parameter): name for name, parameter in model.named_parameters()})
-    assert json.loads(DOCUMENT.split("```json")[1].split("```")[0]) == told
-    assert {*tensors} == {"weight/momentum_buffer", "bias/momentum_buffer"}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    saved = optimizer_part(WholeModel(model, optimizer, names))
+    assert json.loads(DOCUMENT.split("```json")[1].split("```")[0]) == saved.notes
+    assert {*saved.tensors} == {"weight/momentum_buffer", "bias/momentum_buffer"}
 
 
 def test_what_committed_tells_is_told() -> None:

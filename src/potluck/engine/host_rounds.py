@@ -30,7 +30,7 @@ from potluck.events import EpochDone, StepDone, StepSkipped, WorkerStep
 from potluck.fleet.client import Means
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.tree import Node, sized_rows, slice_rows
-from potluck.save.saves import sharded_of
+from potluck.save.saves import saved_part
 from potluck.signals import on_interrupt
 from potluck.wire.messages import Committed, Work
 from potluck.wire.words import clean_all
@@ -120,8 +120,7 @@ class HostRounds:
         if loader.order.digest(0, seed):  # of workers that come and go, the host compares it
             run.caller.training["order of rows"] = loader.order.tell(seed)
         model, policy = run.prepared().model, run.wanted.policy
-        sharded = sharded_of(run.prepared())
-        split = sharded.split if sharded is not None else None
+        split = saved_part(run.prepared()).split
         self._lifecycle.description = Description(
             parts=self._work.parts,
             model=describe_model(model, split),

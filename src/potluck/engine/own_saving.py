@@ -16,7 +16,7 @@ from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
 from potluck.patches import replace_attribute
-from potluck.save.saves import sharded_of
+from potluck.save.saves import saved_part
 from potluck.save.whole_state import is_in_parts
 from potluck.sharding.sharded import Sharded
 
@@ -132,8 +132,7 @@ def shadow_saving(
                 replica.on_close.callback(undo)
     if is_in_parts(replica):
         notice = run.notice if run.speaks else lambda sentence: None
-        sharded = sharded_of(replica)
-        assert sharded is not None
+        part = saved_part(replica)
         for model in {plain_model, replica.model}:
             replace_attribute(model, "state_dict", _PartsOfState(model, notice))
-            replace_attribute(model, "load_state_dict", _LoadWhole(model, replica, sharded))
+            replace_attribute(model, "load_state_dict", _LoadWhole(model, replica, part))

@@ -1,1 +1,1 @@
-"""Where a run stands, kept on disks, in stores and in the memory of a neighbour."""
+"""Where a run stands, kept on disks and in stores."""

@@ -1,23 +1,57 @@
-"""A rank's own part of a model that is split, as pieces for a file, and back from any files that hold the whole.
+"""A rank's own part of a model, as tensors for a file, and back from any files that hold the whole.
 
-What is split is written by its owners; what every rank has whole, such as buffers, by the first of them. Optimizer
-state is described by parameters' names as if nothing were split (state.py), so any strategy can load it.
+What is split is written by its owners, in pieces; what every rank has whole, such as buffers, by the first of them. Of
+a model that is not split this is all of it. Optimizer state is described by parameters' names as if nothing were split
+(state.py), so any strategy can load it.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from potluck.errors import CheckpointError
 from potluck.save import state
 from potluck.sharding.absent import own_state
 from potluck.sharding.optimizer_traits import COUNTERS
 from potluck.sharding.ranges import Ranges
-from potluck.sharding.runs import FlatRun, Span
-from potluck.sharding.sharded import Sharded
+from potluck.sharding.runs import FlatRun, Span, group_names
+from potluck.sharding.sharded import Sharded, Writer
 from potluck.sharding.stored import Spans, piece_key
+
+
+class WholeModel(Sharded):
+    """A model that every rank has whole, as a part that is all of it: nothing is split, and one rank writes."""
+
+    is_split = False
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        """`names`: of the parameters that the optimizer holds, by their ids."""
+        self.model, self.optimizer = model, optimizer
+        self.runs, self.rest, self.split = [], [], {}
+        self.group_names = group_names(optimizer, names)
+
+    @property
+    def writer(self) -> Writer:
+        return Writer(0, 1)
+
+    @property
+    def state_runs(self) -> list[FlatRun]:
+        names = [name for names in self.group_names for name in names]
+        if not all(names):
+            raise CheckpointError(
+                "The optimizer holds a parameter that the model did not have at prepare(), so it cannot be saved. Give"
+                " the model and the optimizer all their parameters before prepare()."
+            )
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [
+            FlatRun(parameter, Span(name, tuple(parameter.shape), 0, parameter.numel()))
+            for name, parameter in zip(names, held, strict=True)
+        ]
+
 
 # Out of the model
 
@@ -30,14 +64,14 @@ class Pieces:
         self._copies = copies
         self.tensors: dict[str, Tensor] = {}
         self.notes: dict[str, Any] = {}
-        self._spans: Spans = {}
-        self.notes["spans"] = self._spans
+        self.spans: Spans = {}
 
     def add(self, name: str, span: Span, numbers: Tensor) -> None:
         """Some numbers of a tensor that is as large as the span's parameter."""
         key = piece_key(name, span.start, span.end)
         self.tensors[key] = self._of(numbers)
-        self._spans[key] = (name, span.shape, span.start, span.end)
+        self.spans[key] = (name, span.shape, span.start, span.end)
+        self.notes["spans"] = self.spans
 
     def add_whole(self, name: str, tensor: Tensor) -> None:
         self.tensors[name] = self._of(tensor)
@@ -57,7 +91,7 @@ def model_part(sharded: Sharded, *, copies: bool = True, without: Container[str]
     # On every rank: fully_shard's state_dict() also lets go of what is gathered. A rank that kept it, after a forward
     # without a backward, would not gather it again together with the others.
     whole = whole_tensors(sharded)
-    if sharded.collectives.rank == 0:
+    if sharded.writer.rank == 0:
         for name, tensor in whole.items():
             if name not in without:
                 pieces.add_whole(name, tensor)
@@ -70,21 +104,23 @@ def model_part(sharded: Sharded, *, copies: bool = True, without: Container[str]
 
 
 def optimizer_part(sharded: Sharded) -> Pieces:
-    """Its notes are what state.optimizer_state says, of this rank's part: all ranks' notes together are the whole."""
+    """Any optimizer's state, keyed by the parameters' names. The notes of all ranks together describe the whole."""
     pieces = Pieces()
-    said: dict[str, Any] = {}
-    known = sharded.optimizer.state_dict()["state"]
+    saved = sharded.optimizer.state_dict()
+    if sharded.writer.rank == 0:
+        pieces.notes["class"] = type(sharded.optimizer).__name__
+        groups = zip(saved["param_groups"], sharded.group_names, strict=True)
+        named = [{**group, "params": names} for group, names in groups]
+        pieces.notes["groups"] = state.flatten(named, "groups", pieces.tensors)
+    told: dict[str, Any] = {}
+    pieces.notes["state"] = told
     place = {id(p): i for i, p in enumerate(p for group in sharded.optimizer.param_groups for p in group["params"])}
     for run in sharded.state_runs:
-        if place.get(id(run.parameter)) in known:
-            _add_state(pieces, said, run, known[place[id(run.parameter)]])
-    pieces.notes["state"] = said
-    if sharded.collectives.rank == 0:
-        pieces.notes["class"] = type(sharded.optimizer).__name__
-        settings: dict[str, Tensor] = {}
-        pieces.notes["groups"] = state.groups_json(sharded.optimizer, sharded.group_names, settings)
-        for name, tensor in settings.items():
-            pieces.add_whole(name, tensor)
+        known = saved["state"].get(place.get(id(run.parameter)))
+        if known is not None and sharded.is_split:
+            _add_state(pieces, told, run, known)
+        elif known is not None:
+            told[run.span.name] = state.flatten(known, run.span.name, pieces.tensors)
     return pieces
 
 
@@ -94,17 +130,14 @@ def whole_tensors(sharded: Sharded) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in own_state(sharded.model).items() if name not in elsewhere}
 
 
-def _add_state(pieces: Pieces, said: dict[str, Any], run: FlatRun, known: dict[str, Any]) -> None:
+def _add_state(pieces: Pieces, told: dict[str, Any], run: FlatRun, known: dict[str, Any]) -> None:
     span, flat = run.span, {key: value for key, value in known.items() if _is_flat(value, run)}
     for key, value in flat.items():
         pieces.add(f"{span.name}/{key}", span, value.reshape(-1))
     if span.start == 0:  # once for each parameter
-        of_all: dict[str, Tensor] = {}
         rest = {str(key): value for key, value in known.items() if key not in flat}
-        told = state.flatten(rest, span.name, of_all)["dict"]
-        for name, tensor in of_all.items():
-            pieces.add_whole(name, tensor)
-        said[span.name] = {"dict": told | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
+        of_all = state.flatten(rest, span.name, pieces.tensors)["dict"]
+        told[span.name] = {"dict": of_all | {key: {"tensor": f"{span.name}/{key}"} for key in flat}}
 
 
 def _is_flat(value: Any, run: FlatRun) -> bool:
@@ -152,9 +185,18 @@ def load_model_part(sharded: Sharded, source: Ranges, without: Container[str] = 
             source.read_into(own.view(-1), span.name, span.start)
         elif span.name not in without:  # a stage has whole parameters, as they lie in the model: channels_last, too
             own.copy_(source.read(span.name, span.start, span.end).view(own.shape))
+    model = sharded.model
+    here = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    others: dict[str, Tensor] = {}
     for name, tensor in whole_tensors(sharded).items():
-        if name not in without:
+        if name in without:
+            continue
+        if name in here and here[name].data_ptr() == tensor.data_ptr() and here[name].shape == tensor.shape:
             source.fill(tensor, name)
+        else:  # what a module makes up for its state_dict, it knows to take back
+            others[name] = source.tensor(name)
+    if others:
+        type(model).load_state_dict(model, others, strict=False)  # one that is split has another of its own
 
 
 def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, Any]) -> None:
@@ -178,7 +220,10 @@ def _read_state(run: FlatRun, source: Ranges, skeleton: dict[str, Any]) -> dict[
     """Read the state of a run; empty for a parameter that no step has used."""
     span = run.span
     state_of_run: dict[str, Any] = {}
-    for key, entry in skeleton.get(span.name, {"dict": {}})["dict"].items():
+    saved = skeleton.get(span.name, {"dict": {}})
+    if "dict" not in saved:  # its keys are no names
+        return dict(state.unflatten(saved, source))
+    for key, entry in saved["dict"].items():
         if _is_range(key, span, entry, source):
             state_of_run[key] = _read_flat(run, source, entry["tensor"])
         else:

@@ -1,44 +1,48 @@
 """Saves where a run stands, and finds it again on any number of workers, however its model is split.
 
-Of a model that each worker has whole, rank 0 alone touches the disk; what the others need of a checkpoint reaches them
-over the link. A model that is split is written and read by all of them, each its own part, in a folder that they share.
+A model that is split is written and read by all of its workers, each its own part, in a folder that they share. One
+that each worker has whole is a single part: rank 0 alone touches the disk, and tells the others what it reads.
 """
 
 import json
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
-from potluck.link.link import Link
-from potluck.save import checkpoint, checkpoint_folder, split_saves, state
-from potluck.save.checkpoint_folder import BASE
+from potluck.link.link import Alone, Link
+from potluck.save import checkpoint, checkpoint_folder, parts, state
 from potluck.save.left_out import check_left_out, leave_out
 from potluck.save.split_saves import (
-    ALL_DAMAGED,
-    TENSORS,
-    KeptTensors,
     Share,
-    Standing,
+    agree_on_aside,
+    ask_first,
+    check_shared,
     together,
     write_share,
     write_together,
 )
-from potluck.sharding.absent import own_state
-from potluck.sharding.ranges import Ranges, Spec
+from potluck.sharding.ranges import Ranges
 from potluck.sharding.sharded import Sharded
+from potluck.sharding.stored import Piece, Stored
+from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica
 
-__all__ = ["TENSORS", "KeptTensors", "Saves", "Standing", "take_snapshot"]
+Standing = dict[str, Any]
+"""Where a run stands, as JSON: step, rows, epoch, position; what is kept beside the model."""
+KeptTensors = dict[str, Tensor]
+"""Tensors of the scheduler and of fleet.state in host memory, which the position names."""
+TENSORS = "kept tensors"
+"""Key under which a position that was loaded has its tensors."""
 
 
 class Saves:
@@ -69,36 +73,56 @@ class Saves:
 
         `with_randoms`: and each worker's random state.
         """
-        rank, sharded = self._link.rank, sharded_of(replica)
-        if sharded is None:
-            randoms = self._link.gather_bytes(state.random_state()) if with_randoms else []
-            if rank:
-                return None
-            whole = take_snapshot(replica, standing, randoms, kept)
+        link, part = self._link, saved_part(replica)
+        randoms = link.gather_bytes(state.random_state()) if with_randoms else []
+        if not part.is_split and link.rank:
+            return None
+        without, base_notes = leave_out(replica, link if part.is_split else Alone())
+        standing = standing | base_notes
+        if not part.is_split:
+            whole = take_snapshot(part, standing, randoms, kept, without)
             return lambda: checkpoint.write(folder, whole)
-        without, base_notes = leave_out(replica, self._link)
-        aside, randoms = split_saves.agree_on_aside(self._link, folder, standing["step"])
-        share = Share(rank, sharded.collectives.world, aside)
-        if rank >= share.world:
+        share = Share(link.rank, part.writer.world, agree_on_aside(link, folder, standing["step"]))
+        if link.rank >= share.world:
             return None  # a node of others holds the same parts, and writes them
-        standing |= base_notes
-        part = split_saves.take_part(sharded, standing, randoms if with_randoms else [], share, kept, without)
-        if rank:
-            return lambda: write_share(share, part)
-        return lambda: write_together(folder, share, part, self._is_gone)
+        own = take_snapshot(part, standing, randoms, kept, without, share)
+        if link.rank:
+            return lambda: write_share(share, own)
+        return lambda: write_together(folder, share, own, self._is_gone)
 
     def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
         """Puts the newest whole checkpoint into the replica and says where it stands; none if there is none.
 
-        `check` may refuse it. The random state is put back if there are as many workers as there were.
+        `check` may refuse it, before any change. The random state is put back if there are as many workers as there
+        were.
         """
         self.wait_together()  # else it would miss one that is being written, or some would see what others do not
-        if (sharded := sharded_of(replica)) is not None:
-            standing = split_saves.load(self._link, folder, sharded, check, self._pass_over, replica.base)
-        else:
-            standing = self._load_whole(folder, replica, check)
-        if standing is not None:
-            replica.remember_buffers()
+        link, part = self._link, saved_part(replica)
+        standing = self._find(folder, part)
+        if standing is None:
+            return None
+        path = Path(standing["path"])
+        without: set[str] = set()
+        with ExitStack() as stack:
+            opened = self._opener(stack, path, standing, part)
+            sources: list[Ranges] = []
+
+            def look() -> None:
+                model, optimizer = opened(checkpoint.MODEL), opened(checkpoint.OPTIMIZER)
+                sources.extend((model, optimizer))
+                without.update(check_left_out(replica.base, standing, model.tensors, str(path)))
+                parts.check_part(part, model, optimizer, standing["optimizer"], str(path), without)
+                check(path, standing)
+
+            def fill() -> None:
+                parts.load_part(part, sources[0], sources[1], standing["optimizer"], without)
+
+            together(link, look)
+            # Nobody could be told that rank 0 fails while it reads for all: they wait for its numbers then.
+            together(link, fill) if part.is_split else fill()
+            part.share()
+            standing |= {TENSORS: self._load_beside(standing, opened)}
+        replica.remember_buffers()
         return standing
 
     def one_is_gone(self) -> None:
@@ -121,108 +145,101 @@ class Saves:
 
         return tell
 
-    def _pass_over(self, path: Path, reason: str) -> None:
-        self._events.emit(CheckpointPassedOver(folder=str(path), reason=reason))
-
-    # A model that each worker has whole
-
-    def _load_whole(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
-        path, standing = self._find(folder, replica, check)
-        if standing is None:
-            return None
-        if path is not None:
-            with checkpoint.ranges(path, standing, checkpoint.MODEL) as source:
-                without = check_left_out(replica.base, standing, source.tensors, str(path))
-                state.load_model(replica.model, source, without)
-        replica.align(with_base=BASE not in standing)
-        with ExitStack() as stack:
-
-            def opened(stem: str) -> _Told:
-                files = checkpoint_folder.files_of(path, standing, stem) if path is not None else ()
-                return _Told(self._link, stack.enter_context(Ranges(files)), replica)
-
-            told = opened(checkpoint.OPTIMIZER)
-            state.load_optimizer(replica.optimizer, replica.names, told, standing["optimizer"])
-            return split_saves.load_beside(self._link, standing, opened)
-
-    def _find(
-        self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]
-    ) -> tuple[Path | None, Standing | None]:
-        """Where it stands, on every rank, and on rank 0 its path.
-
-        A refusal is raised on every rank alike, before anything is changed.
-        """
-
-        def look() -> Standing | None:
-            if (found := self._newest(folder)) is None:
-                return None
-            path, standing = found
-            self._check_whole(path, standing, replica)
-            check(path, standing)
-            return standing | {"path": str(path)}
-
-        standing: Standing | None = split_saves.ask_first(self._link, look)
-        return Path(standing["path"]) if standing is not None and self._link.rank == 0 else None, standing
-
-    def _newest(self, folder: Path) -> tuple[Path, Standing] | None:
-        """On rank 0."""
-        found = checkpoint_folder.newest(folder, self._pass_over)
-        if found is None and checkpoint_folder.holds_any(folder):
-            raise CheckpointError(ALL_DAMAGED.format(folder))
+    def _find(self, folder: Path, part: Sharded) -> Standing | None:
+        """Where the newest checkpoint that is whole stands, with its path. Where the first worker alone sees it, it
+        tells the others."""
+        if part.is_split:
+            return self._find_with(self._link, folder)
+        found: Standing | None = ask_first(self._link, lambda: self._find_with(Alone(), folder))
         return found
 
-    def _check_whole(self, path: Path, standing: Standing, replica: "Replica") -> None:
-        """Check that it is of this model and this optimizer, and that nothing is missing."""
-        with (
-            checkpoint.ranges(path, standing, checkpoint.MODEL) as model,
-            checkpoint.ranges(path, standing, checkpoint.OPTIMIZER) as optimizer,
-        ):
-            without = check_left_out(replica.base, standing, model.tensors, str(path))
-            mine = {name: own for name, own in own_state(replica.model).items() if name not in without}
-            state.check_model(mine, model.specs, str(path))
-            names = [[replica.names[id(p)] for p in group["params"]] for group in replica.optimizer.param_groups]
-            state.check_optimizer(replica.optimizer, names, standing["optimizer"])
-            model.check_whole(str(path))
-            optimizer.check_whole(str(path))
+    def _find_with(self, link: Link, folder: Path) -> Standing | None:
+        """Each of these workers, who share a disk, compares the checksums of some files."""
+        names = [path.name for path in checkpoint_folder.found(folder)]
+        theirs = json.loads(link.gather_bytes(json.dumps(names).encode())[0])
+        together(link, lambda: check_shared(link, folder, sees_it=names == theirs))
+        for name in names:
+            standing, complaint = {}, ""
+            try:
+                standing = checkpoint_folder.check(folder / name, link.rank, link.world)
+            except CheckpointError as error:
+                complaint = str(error)
+            complaints = [data.decode() for data in link.gather_bytes(complaint.encode())]
+            if not any(complaints):
+                return standing | {"path": str(folder / name)}
+            if link.rank == 0:
+                reason = next(sentence for sentence in complaints if sentence)
+                self._events.emit(CheckpointPassedOver(folder=str(folder / name), reason=reason))
+        if names:
+            raise CheckpointError(f"Every checkpoint in {folder} is damaged. Start anew in another folder.")
+        return None
+
+    def _opener(self, stack: ExitStack, path: Path, standing: Standing, part: Sharded) -> Callable[[str], Ranges]:
+        """What opens a checkpoint's files of one kind, until the stack is closed."""
+
+        def opened(stem: str) -> Ranges:
+            files = checkpoint_folder.files_of(path, standing, stem)
+            is_shared = part.is_split or self._link.world == 1
+            return stack.enter_context(Ranges(files) if is_shared else _ToldRanges(files, self._link))
+
+        return opened
+
+    def _load_beside(self, standing: Standing, opened: Callable[[str], Ranges]) -> KeptTensors:
+        """Put back the random state if there are as many workers as there were, and return what is kept."""
+        if standing["workers"] == self._link.world:
+            source = opened(checkpoint.RANDOM)
+            randoms = [source[str(rank)] for rank in range(self._link.world)]
+            state.set_random_state(to_bytes(randoms[self._link.rank]))
+        kept = opened(checkpoint.KEPT)
+        return {name: kept[name] for name in kept.tensors}
 
 
-class _Told:
-    """Rank 0's tensors on every rank, each when it is asked for: by all ranks in the same order."""
+class _ToldRanges(Ranges):
+    """Rank 0's files on every rank, which need not see them: all ranks read the same numbers, in the same order."""
 
-    def __init__(self, link: Link, source: Ranges, replica: "Replica") -> None:
+    def __init__(self, files: Sequence[Path], link: Link) -> None:
         self._link = link
-        self._source = source
-        held = [parameter for group in replica.optimizer.param_groups for parameter in group["params"]]
-        self._parameters = {replica.names[id(parameter)]: parameter for parameter in held}
-        mine = {name: [list(spec.shape), str(spec.dtype).removeprefix("torch.")] for name, spec in source.specs.items()}
-        told = json.loads(link.gather_bytes(json.dumps(mine).encode())[0])
-        self.specs = {name: Spec(tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in told.items()}
 
-    def __getitem__(self, name: str, /) -> Tensor:
-        spec = self.specs[name]
-        tensor = self._source.tensor(name) if self._link.rank == 0 else torch.empty(spec.shape, dtype=spec.dtype)
-        self._link.broadcast(tensor)
-        owner = self._parameters.get(name.rpartition("/")[0])
-        is_like_it = owner is not None and owner.dim() > 0 and owner.shape == tensor.shape
-        return tensor.to(owner.device) if owner is not None and is_like_it else tensor  # none waits in host memory
+        def describe() -> dict[str, Any]:
+            super(_ToldRanges, self).__init__(files)
+            return {name: [stored.shape, stored.dtype] for name, stored in self.tensors.items()}
+
+        described = ask_first(link, describe)
+        if link.rank:
+            super().__init__(())
+            for name, (shape, dtype) in described.items():
+                self.tensors[name] = Stored(tuple(shape), dtype, [Piece(0, math.prod(shape), 0, 0)])
+
+    def read_into(self, out: Tensor, name: str, start: int = 0) -> None:
+        if self._link.rank == 0:
+            super().read_into(out, name, start)
+        self._link.broadcast(out)
 
 
-def sharded_of(replica: "Replica") -> Sharded | None:
-    """Return this worker's part of a model that is split; None if it has all of it."""
-    return replica.part or replica.sharded
+def saved_part(replica: "Replica") -> Sharded:
+    """Return this worker's part of a model that is split; where it is not, all of it."""
+    return replica.part or replica.sharded or parts.WholeModel(replica.model, replica.optimizer, replica.names)
 
 
 def take_snapshot(
-    replica: "Replica", standing: Standing, randoms: list[bytes], kept: KeptTensors
+    part: Sharded,
+    standing: Standing,
+    randoms: list[bytes],
+    kept: KeptTensors,
+    without: Container[str] = (),
+    share: Share | None = None,
 ) -> checkpoint.Snapshot:
-    """A copy in host memory. `randoms`: each worker's random state, or none where it does not matter."""
-    tensors, skeleton = state.optimizer_state(replica.optimizer, replica.names)
-    without, told = leave_out(replica)
-    return checkpoint.Snapshot(
-        standing | told | {"optimizer": skeleton, "workers": len(randoms)},
-        {
-            checkpoint.MODEL: state.model_state(replica.model, without),
-            checkpoint.OPTIMIZER: tensors,
-            **split_saves.files_beside(randoms, kept),
-        },
-    )
+    """A copy in host memory of what this worker writes. `randoms`: each worker's random state, or none where it does
+    not matter. `without`: entries of the model's state_dict that are left out. `share`: where others write too."""
+    model, optimizer = parts.model_part(part, without=without), parts.optimizer_part(part)
+    pieces = {checkpoint.MODEL: model, checkpoint.OPTIMIZER: optimizer}
+    body = standing | {"workers": len(randoms)}
+    beside: dict[str, dict[str, Tensor]] = {}
+    if share is None or share.rank == 0:
+        beside[checkpoint.RANDOM] = {str(rank): from_bytes(data) for rank, data in enumerate(randoms)}
+        beside |= {checkpoint.KEPT: kept} if kept else {}
+    if share is None:
+        files = {stem: each.tensors for stem, each in pieces.items()}
+        return checkpoint.Snapshot(body | {"optimizer": optimizer.notes}, files | beside)
+    files = {share.stem(stem): each.tensors for stem, each in pieces.items()}
+    return checkpoint.Snapshot(body, files | beside, {share.stem(stem): each.notes for stem, each in pieces.items()})

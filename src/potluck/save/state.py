@@ -18,7 +18,6 @@ from potluck.devices import random_states, set_random_states
 from potluck.errors import CheckpointError, ConfigError
 from potluck.sharding.absent import own_state
 from potluck.sharding.optimizer_traits import FIRST
-from potluck.sharding.ranges import Ranges
 from potluck.sharding.united_optimizers import each_of
 from potluck.tensor_bytes import from_bytes, to_bytes
 
@@ -62,48 +61,6 @@ def check_model(own: Mapping[str, Described], saved: Mapping[str, Described], so
             raise CheckpointError(f"{source} is of another model: its parameter {name} is not in this one.")
 
 
-def load_model(model: nn.Module, source: Ranges, without: Container[str] = ()) -> None:
-    """Tensor by tensor, straight into the model's own memory. `without`: these stay as they are."""
-    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    others: dict[str, Tensor] = {}
-    for name, tensor in own_state(model).items():
-        if name in without:
-            continue
-        if name in own and own[name].data_ptr() == tensor.data_ptr() and own[name].shape == tensor.shape:
-            source.fill(tensor, name)
-        else:  # what a module makes up for its state_dict, it knows to take back
-            others[name] = source.tensor(name)
-    if others:
-        model.load_state_dict(others, strict=False)
-
-
-def optimizer_state(optimizer: Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Any optimizer's state as (tensors on the host, JSON). Keyed by the parameters' names."""
-    state = optimizer.state_dict()
-    tensors: dict[str, Tensor] = {}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(id(p) not in names for p in held):
-        raise CheckpointError(
-            "The optimizer holds a parameter that the model did not have at prepare(), so it cannot be saved. Give the"
-            " model and the optimizer all their parameters before prepare()."
-        )
-    order = [names[id(p)] for p in held]
-    groups = [{**group, "params": [order[i] for i in group["params"]]} for group in state["param_groups"]]
-    skeleton = {
-        "class": type(optimizer).__name__,
-        "groups": flatten(groups, "groups", tensors),
-        "state": {order[i]: flatten(value, order[i], tensors) for i, value in state["state"].items()},
-    }
-    return tensors, skeleton
-
-
-def groups_json(optimizer: Optimizer, names: list[list[str]], tensors: dict[str, Tensor]) -> Any:
-    """Return the optimizer's groups with the names of their parameters; tensors among their settings go into
-    `tensors`."""
-    groups = [{**group, "params": own} for group, own in zip(optimizer.param_groups, names, strict=True)]
-    return flatten(groups, "groups", tensors)
-
-
 def check_optimizer(optimizer: Optimizer, names: list[list[str]], skeleton: dict[str, Any]) -> None:
     """`names`: of the parameters in each of its groups. Changes nothing."""
     if skeleton["class"] != type(optimizer).__name__:
@@ -113,21 +70,6 @@ def check_optimizer(optimizer: Optimizer, names: list[list[str]], skeleton: dict
     groups = skeleton["groups"]["list"]
     if [group["dict"]["params"]["list"] for group in groups] != names:
         raise CheckpointError("The checkpoint's optimizer has other parameter groups than this run's.")
-
-
-def load_optimizer(optimizer: Optimizer, names: dict[int, str], tensors: Tensors, skeleton: dict[str, Any]) -> None:
-    """The reverse of optimizer_state, into an optimizer of the same class over the same parameters."""
-    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    check_optimizer(optimizer, mine, skeleton)
-    optimizer.state.clear()  # else the old state and the new one would be here together
-    index = {name: i for i, name in enumerate(name for group in mine for name in group)}
-    groups = unflatten(skeleton["groups"], tensors)
-    numbered = [{**group, "params": [index[n] for n in group["params"]]} for group in groups]
-    load_state(
-        optimizer,
-        numbered,
-        {index[name]: unflatten(value, tensors) for name, value in skeleton["state"].items()},
-    )
 
 
 def random_state() -> bytes:

@@ -9,6 +9,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,22 +20,13 @@ import torch
 from potluck.errors import StoreError, TheirProtocolError
 from potluck.events import EventLog
 from potluck.fleet.file_stream import FileStreamReceiver, stream_chunks, stream_header
-from potluck.link.link import Link
+from potluck.link.link import Alone, Link
 from potluck.link.store_link import DeferredStoreLink, Log, ReplayedLink, StoreLink
-from potluck.save import checkpoint_folder, parts, split_saves, state
+from potluck.save import checkpoint_folder, parts, state
 from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, new_aside, write_tensors
 from potluck.save.left_out import check_left_out, leave_out
-from potluck.save.saves import Saves
-from potluck.save.split_saves import (
-    KeptTensors,
-    Share,
-    Standing,
-    ask_first,
-    take_part,
-    together,
-    write_share,
-    write_together,
-)
+from potluck.save.saves import KeptTensors, Saves, Standing, saved_part, take_snapshot
+from potluck.save.split_saves import Share, ask_first, together, write_share, write_together
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.sharded import Sharded
 from potluck.stages.datastore import StoreChannel
@@ -228,24 +220,16 @@ class StoreSaves(Saves):
     def save(self, folder: Path, replica: "Replica", standing: Standing, keep_last: int, kept: KeptTensors) -> None:
         """Returns once it is on the first worker's disk. What one of them cannot do is raised on all."""
         randoms = self._link.gather_bytes(state.random_state())
-        without, told = leave_out(replica, self._link)
-        take = partial(take_part, randoms=randoms, kept=kept, without=without)
-        together(self._link, lambda: self._save(folder, replica, standing | told, keep_last, take))
+        without, base_notes = leave_out(replica, self._link)
+        part = saved_part(replica)
+        take = partial(take_snapshot, part, standing | base_notes, randoms, kept, without)
+        together(self._link, lambda: self._save(folder, part.writer.world, standing["step"], keep_last, take))
 
-    def _save(
-        self,
-        folder: Path,
-        replica: "Replica",
-        standing: Standing,
-        keep_last: int,
-        take: Callable[..., Snapshot],
-    ) -> None:
-        assert replica.part is not None
-        rank, world, step = self._link.rank, replica.part.collectives.world, standing["step"]
-        started = time.perf_counter()
+    def _save(self, folder: Path, world: int, step: int, keep_last: int, take: Callable[[Share], Snapshot]) -> None:
+        rank, started = self._link.rank, time.perf_counter()
         if rank == 0:
             share = Share(0, world, new_aside(folder, step))
-            snapshot = take(replica.part, standing, share=share)
+            snapshot = take(share)
             for other in range(1, world):
                 self._run.take_files(_part(other, step), share.aside, f"worker {other}'s part of the checkpoint")
             place = write_together(folder, share, snapshot, lambda: True)
@@ -255,33 +239,28 @@ class StoreSaves(Saves):
         elif rank < world:  # another replica holds the same parts, and its ranks write them
             with tempfile.TemporaryDirectory(prefix="potluck-") as aside:
                 share = Share(rank, world, Path(aside))
-                write_share(share, take(replica.part, standing, share=share))
+                write_share(share, take(share))
                 self._run.give_files(_part(rank, step), share.aside)
 
     def load(self, folder: Path, replica: "Replica", check: Callable[[Path, Standing], None]) -> Standing | None:
+        standing = super().load(folder, replica, check)
+        if standing is not None and self._link.rank == 0:
+            self._run.drop_files([RESUME])
+        return standing
+
+    def _find(self, folder: Path, part: Sharded) -> Standing | None:
         """The first worker's newest whole checkpoint; the others get its files."""
 
-        def give() -> str | None:
-            if (found := self._newest(folder)) is None:
-                return None
-            self._run.give_files(RESUME, found[0])
-            return str(found[0])
+        def give() -> Standing | None:
+            if (standing := self._find_with(Alone(), folder)) is not None:
+                self._run.give_files(RESUME, Path(standing["path"]))
+            return standing
 
-        path = ask_first(self._link, give)
-        if path is None:
-            return None
-        assert replica.part is not None
-        with tempfile.TemporaryDirectory(prefix="potluck-") as shared:
-            self._fetch(Path(shared) / Path(path).name, path)
-            standing = split_saves.load(self._link, Path(shared), replica.part, check, self._pass_over, replica.base)
-        if self._link.rank == 0:
-            self._run.drop_files([RESUME])
-        replica.remember_buffers()
-        return None if standing is None else standing | {"path": path}
+        standing: Standing | None = ask_first(self._link, give)
+        return standing
 
-    def _fetch(self, place: Path, path: str) -> None:
-        if self._link.rank == 0:
-            place.symlink_to(Path(path).absolute(), target_is_directory=True)
-        else:
-            place.mkdir()
-            self._run.take_files(RESUME, place, "the checkpoint that worker 0 resumes from")
+    def _opener(self, stack: ExitStack, path: Path, standing: Standing, part: Sharded) -> Callable[[str], Ranges]:
+        if self._link.rank:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="potluck-")))
+            self._run.take_files(RESUME, path, "the checkpoint that worker 0 resumes from")
+        return super()._opener(stack, path, standing, part)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from potluck.errors import CheckpointError
 from potluck.link.link import Link
 from potluck.save import parts, state
-from potluck.save.saves import sharded_of
+from potluck.save.saves import saved_part
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.stored import Piece, Stored
 from potluck.tensor_bytes import raw
@@ -27,17 +27,15 @@ BLOCK_BYTES = 64 << 20
 
 def is_in_parts(replica: "Replica") -> bool:
     """Whether no worker has all of the model."""
-    sharded = sharded_of(replica)
-    return sharded is not None and not sharded.keeps_whole
+    part = saved_part(replica)
+    return part.is_split and not part.keeps_whole
 
 
 def whole_state(link: Link, replica: "Replica", names: Sequence[str]) -> dict[str, Any]:
     """Return the whole state on rank 0, under `names` and in their order; empty on all others. All ranks call this
     alike, and where each has the whole model, none talks to another."""
     if is_in_parts(replica):
-        sharded = sharded_of(replica)
-        assert sharded is not None
-        tensors = _fetch_all(link, sharded)
+        tensors = _fetch_all(link, saved_part(replica))
     else:
         tensors = state.model_state(replica.model) if link.rank == 0 else {}
     order = [*(name for name in names if name in tensors), *(name for name in tensors if name not in names)]
@@ -47,8 +45,8 @@ def whole_state(link: Link, replica: "Replica", names: Sequence[str]) -> dict[st
 def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
     # Also on ranks that hold what others hold too: see model_part.
     held = parts.model_part(sharded, copies=False)
-    own = held.tensors if link.rank < sharded.collectives.world else {}
-    spans, tied = held.notes["spans"], held.notes.get("tied", {})
+    own = held.tensors if link.rank < sharded.writer.world else {}
+    spans, tied = held.spans, held.notes.get("tied", {})
     mine = [_describe(key, tensor, spans) for key, tensor in own.items() if _has_bytes(tensor)]
     pieces: dict[str, list[tuple[int, str]]] = {}
     listed: dict[str, Stored] = {}

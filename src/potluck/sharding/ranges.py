@@ -69,7 +69,9 @@ class Ranges(TensorFiles):
         step = max(1, BLOCK_BYTES // dtype.itemsize)
         for at in range(0, out.numel(), step):
             block = out[at : at + step]
-            block.copy_(self.read(name, start + at, start + at + block.numel()))
+            numbers = torch.empty(block.numel(), dtype=dtype)
+            self.read_bytes(buffer(numbers), name, start + at)
+            block.copy_(numbers)
 
     @torch.no_grad()
     def fill(self, tensor: Tensor, name: str) -> None:

@@ -6,6 +6,7 @@ For each step: arm and backward, once or many times; then finish, and step or dr
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,16 @@ class SplitRequest:
     """FullShard and HybridShard use units.py, since torch's fully_shard would not train this model right."""
 
 
+class Writer(NamedTuple):
+    """The place of a rank among those that write the model between them."""
+
+    rank: int
+    world: int
+
+
 class Sharded:
+    is_split: bool = True
+    """Whether other ranks hold other parts of the model."""
     model: nn.Module
     optimizer: Optimizer
     """Holds the runs of this rank that are trained, and steps those."""
@@ -80,6 +90,10 @@ class Sharded:
     """Whether every rank has all parameters whole, whoever owns them."""
     cuts_alike: bool = False
     """Whether a parameter is split the same way whatever else the model has, as two stages that have it need it."""
+
+    @property
+    def writer(self) -> Writer:
+        return Writer(self.collectives.rank, self.collectives.world)
 
     @property
     def state_runs(self) -> list[FlatRun]:

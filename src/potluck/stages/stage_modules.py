@@ -17,7 +17,7 @@ from potluck.link.grid import Grid
 from potluck.sharding.absent import own_state
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, group_names
-from potluck.sharding.sharded import Sharded
+from potluck.sharding.sharded import Sharded, Writer
 from potluck.stages.chain import BufferSlot, seats_of_buffers
 from potluck.stages.cut import CutStage, cut, give_up_foreign
 from potluck.stages.plan import Plan
@@ -136,15 +136,6 @@ class StageModules(nn.Module):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Writer:
-    """The place of this rank among those that write the model."""
-
-    rank: int
-    world: int
-    group: None = None
-
-
 class BufferRun(FlatRun):
     """A buffer, looked up each time: `self.average = ...` in a forward puts another tensor in its place."""
 
@@ -180,7 +171,7 @@ class StageShard(Sharded):
         """`inner`: what this rank holds of the stages, where they are split too. `is_first_of`: by name, whether this
         worker writes it, or another that has it too."""
         self.model, self.optimizer = model, optimizer
-        self.collectives = _Writer(rank, world)  # type: ignore[assignment]
+        self._writer = Writer(rank, world)
         self.split, self.group_names = whole.specs, whole.group_names
         self._tied = whole.tied
         self._device, self._inner = device, inner
@@ -197,6 +188,10 @@ class StageShard(Sharded):
             else:
                 self.rest.append(run)
             self._having.setdefault(run.span.name, []).append(run)
+
+    @property
+    def writer(self) -> Writer:
+        return self._writer
 
     def _found(self) -> Iterator[tuple[FlatRun, bool]]:
         """Yield the runs that are here, and whether each is this rank's to write: what is not split, each rank of the
