@@ -10,19 +10,15 @@ import tyro
 from potluck import __version__
 from potluck.account import begin as begin_account
 from potluck.account import on_quit
-from potluck.commands.chat import Chat
 from potluck.commands.demo import Demo
 from potluck.commands.doctor import Doctor
 from potluck.commands.export import Export
-from potluck.commands.finetune import Finetune
-from potluck.commands.host import Host
-from potluck.commands.invite import MakeInvite
-from potluck.commands.join import Join
-from potluck.commands.pause import Pause, Resume
+from potluck.commands.finetune import Chat, Finetune
+from potluck.commands.host import Host, MakeInvite
+from potluck.commands.join import Join, Pause, Resume
 from potluck.commands.push import Push
 from potluck.commands.replay import ReplayRun
-from potluck.commands.run import Run
-from potluck.commands.train import Train
+from potluck.commands.train import Run, Train
 from potluck.commands.up import Up
 from potluck.commands.watch import WatchRun
 from potluck.commands.why import Why

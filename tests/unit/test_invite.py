@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.commands.invite import MakeInvite
+from potluck.commands.host import MakeInvite
 from potluck.errors import ConfigError, TheirProtocolError
 from potluck.fleet.invite import (
     INVITE,

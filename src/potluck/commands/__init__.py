@@ -1,1 +1,1 @@
-"""The commands, one module each: a dataclass whose fields are its options. None imports torch by itself."""
+"""The commands: each is a dataclass whose fields are its options. None imports torch by itself."""

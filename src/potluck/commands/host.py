@@ -1,4 +1,4 @@
-"""`potluck host`."""
+"""`potluck host`, and `potluck invite`, which makes its invite before it is started."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from potluck.commands.options import Data, Out, Page, Ranks, Settings, Threads, Track
+from potluck.errors import ConfigError
 from potluck.train.arguments import data_setting, track_setting
 
 
@@ -87,3 +88,39 @@ class Host:
             ),
         )
         return host(with_base(replace(args, page=self.page, control=self.control)))
+
+
+@dataclass
+class MakeInvite:
+    """Make an invite before its host is started, where a scheduler hands out the one and starts the other.
+
+    FOLDER gets the identity, for `potluck host --identity FOLDER`, and the file `invite`, for `potluck join`. Neither
+    is printed. A folder that has an identity keeps it.
+    """
+
+    address: Annotated[str, tyro.conf.arg(metavar="NAME", help="How workers will reach the host.")]
+    port: Annotated[int, tyro.conf.arg(metavar="N", help="Where the host will listen.")]
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER", help="For the identity and the invite.")]
+
+    def __call__(self) -> int:
+        from potluck.files import write_whole
+        from potluck.fleet.invite import Identity, Invite
+
+        folder = Path(self.out)
+        try:
+            Invite(self.address, self.port, "", None)
+        except ConfigError:
+            raise ConfigError("--address is a plain name or an IP address, and --port lies in 1 to 65535.") from None
+        identity = Identity.load_or_make(folder)
+        invite = identity.invite(self.address, self.port, encrypted=True)
+        try:
+            write_whole(folder / "invite", invite.line() + "\n", 0o600)
+        except OSError as error:
+            raise ConfigError(f"Cannot write {folder / 'invite'}: {error.strerror}.") from None
+        print(
+            f"{invite}\n"
+            f"  for the host     potluck host RECIPE --host 0.0.0.0 --identity {folder}\n"
+            f"  for each worker  potluck join {folder / 'invite'}\n"
+            f"Workers need the file {folder / 'invite'} alone. Whoever has the rest can pose as the host."
+        )
+        return 0

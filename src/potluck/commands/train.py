@@ -1,13 +1,26 @@
-"""`potluck train`, and how every command that trains a recipe here starts it."""
+"""`potluck train` and `potluck run`: workers on this machine, for a recipe or for a script of yours."""
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import Data, Only, Out, Page, Settings, Track, Workers
+from potluck.commands.options import (
+    Count,
+    Data,
+    Only,
+    Out,
+    Page,
+    Settings,
+    Threads,
+    Track,
+    Workers,
+    workers_config,
+)
 from potluck.config import to_dict
+from potluck.errors import ConfigError
 from potluck.launch.processes import launch
 from potluck.page.start import page_of_training
 from potluck.page.where import page_address
@@ -42,3 +55,21 @@ def launch_recipe(args: TrainArgs, only: int | None, page: str | None) -> int:
     config, address = workers_of(args), page_address(page)
     with page_of_training(address, args.out):
         return launch(["--recipe", json.dumps(to_dict(args))], config, only)
+
+
+@dataclass
+class Run:
+    """Run your own script on several workers. It calls potluck.init(), and runs under torchrun too.
+
+    Options come before the script: everything after its name is passed to it.
+    """
+
+    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT [ARGUMENTS ...]", help="A Python file.")]
+    workers: Count = 2
+    threads: Threads = None
+    only: Only = None
+
+    def __call__(self, *arguments: str) -> int:
+        if not Path(self.script).is_file():
+            raise ConfigError(f"There is no script {self.script}.")
+        return launch([self.script, *arguments], workers_config(self.workers, self.threads), self.only)
