@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 
 
-def first_of(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """All of them for parametrize(), of which those after the first `count` are marked as slow."""
+def first_of(cases: Iterable[Any], count: int = 1, *, are_single: bool = False) -> list[Any]:
+    """All of them for parametrize(), of which those after the first `count` are marked as slow. `are_single`: each is
+    one value, also where it is a tuple."""
     every = list(cases)
-    return [*every[:count], *(_slow(case) for case in every[count:])]
+    return [*every[:count], *(_slow(case, is_single=are_single) for case in every[count:])]
 
 
-def _slow(case: Any) -> Any:
-    found = case if isinstance(case, tuple) and hasattr(case, "marks") else pytest.param(*_values(case))
+def _slow(case: Any, *, is_single: bool) -> Any:
+    found = case if isinstance(case, tuple) and hasattr(case, "marks") else pytest.param(*_values(case, is_single))
     return found._replace(marks=[*found.marks, pytest.mark.slow])
 
 
-def _values(case: Any) -> tuple[Any, ...]:
-    return case if type(case) is tuple else (case,)
+def _values(case: Any, is_single: bool) -> tuple[Any, ...]:
+    return case if type(case) is tuple and not is_single else (case,)

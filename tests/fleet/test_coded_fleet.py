@@ -30,9 +30,10 @@ from tests.fleet.fleet import (
 from tests.fleet.test_peers import PlainPeer
 from tests.fleet.test_undisturbed import Gradients, plain_run
 from tests.parity.test_coded_sums import BLOCKS, rounded
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
-wires = pytest.mark.parametrize("wire", BLOCKS)
+wires = pytest.mark.parametrize("wire", first_of(BLOCKS))
 
 
 def parts_of_model() -> list[list[tuple[str, torch.nn.Parameter]]]:
@@ -66,7 +67,7 @@ def expected() -> dict[str, Gradients]:
 
 
 @wires
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", first_of([1, 3]))
 def test_a_fleet_of_any_size_computes_what_one_process_does(
     wire: str, count: int, tmp_path: Path, expected: dict[str, Gradients]
 ) -> None:
@@ -97,7 +98,7 @@ def test_workers_of_the_hosts_machine_compute_the_same(
 
 
 @pytest.mark.parametrize(
-    ("phase", "wire"), [("half", "int4"), ("backward", "int8"), ("sent", "bf16"), ("average", "int4")]
+    ("phase", "wire"), first_of([("half", "int4"), ("backward", "int8"), ("sent", "bf16"), ("average", "int4")])
 )
 def test_a_worker_killed_in_any_phase_changes_no_bit(
     phase: str, wire: str, tmp_path: Path, expected: dict[str, Gradients]
@@ -199,7 +200,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", first_of(POLICIES))
 def test_workers_that_step_by_themselves_hold_the_same_bits(policy: str, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
     for number in range(2):
@@ -231,7 +232,7 @@ def test_what_optimizers_keep_travels_in_codings_of_its_own(tmp_path: Path, monk
     assert {wire for found in seen.values() for wire in found} == {"int4", "log8"}
 
 
-@pytest.mark.parametrize("phase", ["half", "sent"])
+@pytest.mark.parametrize("phase", first_of(["half", "sent"]))
 def test_a_worker_killed_with_its_change_on_the_way_leaves_the_others_alike(phase: str, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=3)
     victim = fleet.add("victim", PHASES[phase], wire="int8", policy=POLICIES["async"])

@@ -16,6 +16,7 @@ from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same
 from tests.fleet.test_fleet_ranks import plain
 from tests.fleet.test_fleet_together import judge as judge_both
 from tests.fleet.test_fleet_windows import SHORT, assert_close, judge
+from tests.quick import first_of
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -35,7 +36,7 @@ def test_gpu_workers_compute_the_same_bits_however_many_there_are(tmp_path: Path
     assert_same(*found)
 
 
-@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp()], ids=["FullShard", "ShardGradOp"])
+@pytest.mark.parametrize("strategy", first_of([FullShard(), ShardGradOp()]), ids=["FullShard", "ShardGradOp"])
 def test_gpu_workers_of_two_ranks_and_of_one_hold_the_same_bits(strategy: ShardingStrategy, tmp_path: Path) -> None:
     """Clipped, so that the norm is the same to the bit too. Both ranks share a GPU, and talk over Gloo."""
     options: dict[str, Any] = {"bare": True, "gpu": True, "step": StepConfig(clip=0.3)}
@@ -94,7 +95,7 @@ def attend(fleet: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", first_of(["fp32", "bf16"]))
 def test_attention_with_deterministic_algorithms_has_the_same_bits_after_a_kill(precision: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"job": attend, "gpu": True, "step": StepConfig(precision=precision)}
     options["group"] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without it torch refuses cuBLAS as not deterministic
@@ -134,7 +135,7 @@ def test_a_node_of_two_ranks_on_a_gpu_beside_a_node_on_the_cpu(tmp_path: Path) -
         torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["gpu", "node"])
+@pytest.mark.parametrize("where", first_of(["gpu", "node"]))
 def test_gpu_workers_begin_as_sync_and_average_their_moments(where: str, tmp_path: Path) -> None:
     policy = Cadence.published(**SHORT, together=0.3, moments=True)
     fleet = Fleet(tmp_path, at_least=2)

@@ -13,6 +13,7 @@ from torch import nn
 from tests.fleet.fleet import Fleet, assert_same
 from tests.parity import test_any_loader as loaders
 from tests.parity import test_any_stream as streams
+from tests.quick import first_of
 
 
 def loop(kind: str, fleet: Any) -> nn.Module:
@@ -67,7 +68,7 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_of(KINDS))
 def test_two_joiners_and_a_kill_have_the_losses_of_one_process(kind: str, tmp_path: Path) -> None:
     job, plain, places = KINDS[kind]
     expected = plain()

@@ -64,7 +64,7 @@ def plain(clip: float | None = None, epochs: int = EPOCHS) -> dict[str, torch.Te
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("strategy", but_slow([*STRATEGIES, "ShardGradOp, offloaded"], USUAL))
+@pytest.mark.parametrize("strategy", first_of(but_slow([*STRATEGIES, "ShardGradOp, offloaded"], USUAL)))
 def test_two_ranks_and_one_compute_what_one_process_does_and_hold_the_same_bits(strategy: str, tmp_path: Path) -> None:
     """Clipped, so that the norm has to be the same to the bit too."""
     name = strategy.removesuffix(", offloaded")
@@ -105,7 +105,7 @@ def test_workers_of_one_two_and_three_ranks_train_one_model(kind: str, tmp_path:
 
 @pytest.mark.parametrize(
     ("policy", "strategy"),
-    [(Cadence.published(**SHORT), "ShardGradOp"), (Async.published(**SHORT), "FullShard, uneven")],
+    first_of([(Cadence.published(**SHORT), "ShardGradOp"), (Async.published(**SHORT), "FullShard, uneven")]),
 )
 def test_replicas_that_step_by_themselves_are_split_by_any_strategy(strategy: str, policy: Any, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, at_least=2)
@@ -138,7 +138,7 @@ def train_some(fleet: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("strategy", ["ShardGradOp", "FullShard", "FullShard, uneven"])
+@pytest.mark.parametrize("strategy", first_of(["ShardGradOp", "FullShard", "FullShard, uneven"]))
 def test_what_no_optimizer_holds_counts_in_the_norm_of_windows(strategy: str, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     step, policy = StepConfig(clip=0.3), Cadence.published(**SHORT)

@@ -22,6 +22,7 @@ from tests.fleet.fleet import Worker as RealWorker
 from tests.fleet.fleet import assert_same, start_coordinator, wait_until
 from tests.fleet.test_undisturbed import plain_run
 from tests.fleet.virtual import EPOCHS, ROWS, STEPS, FaultScript, Fleet, State, described, undisturbed
+from tests.quick import first_of
 
 LAPTOP, SERVER = "a laptop, 4 threads; x86_64, torch 2", "a server, 64 threads; x86_64, torch 2"
 GPU = "a GPU, torch 2"
@@ -244,7 +245,7 @@ def test_threads_do_not_make_two_processors_two_kinds() -> None:
     assert {kind.rpartition("; ")[2] for kind in kinds} == {f"{platform.machine()}, torch {torch.__version__}"}
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("make", first_of([torch.optim.AdamW, torch.optim.SGD]))
 def test_an_update_has_the_same_bits_with_any_number_of_threads(make: Any) -> None:
     """What kinds are made by; bench/bits.py looks at more of them, and at gradients, of which this is not true."""
     before, found = torch.get_num_threads(), set()
@@ -271,7 +272,9 @@ def expected() -> dict[str, torch.Tensor]:
     return plain_run()
 
 
-@pytest.mark.parametrize(("phase", "victim"), [*((phase, "first") for phase in FLIPS), ("computing", "second")])
+@pytest.mark.parametrize(
+    ("phase", "victim"), first_of([*((phase, "first") for phase in FLIPS), ("computing", "second")])
+)
 def test_a_flip_in_a_real_workers_memory_changes_no_bit(
     phase: str, victim: str, tmp_path: Path, expected: dict[str, torch.Tensor]
 ) -> None:

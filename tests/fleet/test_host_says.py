@@ -16,6 +16,7 @@ from potluck.train.arguments import HostArgs, Listening, host_args
 from potluck.wire.codec import encode
 from potluck.wire.messages import JoinRequest, Ready
 from tests.fleet.fleet import wait_until
+from tests.quick import first_of
 from tests.unit.test_description import with_parts
 
 LARGE = with_parts(13_000_000, 13_000_000)
@@ -31,7 +32,7 @@ def order_of(folder: Path, *, insecure: bool) -> HostArgs:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("insecure", [True, False])
+@pytest.mark.parametrize("insecure", first_of([True, False]))
 def test_a_host_that_takes_plain_peers_says_what_entrenars_client_cannot_take(
     insecure: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

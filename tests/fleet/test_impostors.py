@@ -176,7 +176,7 @@ def forwarder() -> Iterator[int]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("encrypted", [True, False])
+@pytest.mark.parametrize("encrypted", first_of([True, False]))
 def test_a_newcomer_behind_a_forwarder_hears_that_nobody_listens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:

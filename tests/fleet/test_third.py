@@ -15,6 +15,7 @@ from tests.fleet import third
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, build, wait_until
 from tests.fleet.test_peers import whole_batches
 from tests.fleet.third import AdamW, Run, ThirdPeer, ThirdWorker, Weights, plan_parts
+from tests.quick import first_of
 from tests.unit.test_protocol_doc import table
 
 pytestmark = pytest.mark.timeout(60)
@@ -123,7 +124,7 @@ def test_it_takes_our_weights_when_it_comes_later(tmp_path: Path) -> None:
     assert {*worker.received["files"], "manifest.json", "kept.safetensors"} == told  # nothing is kept here
 
 
-@pytest.mark.parametrize("codec", ["bincode", "entrenar"])
+@pytest.mark.parametrize("codec", first_of(["bincode", "entrenar"]))
 def test_a_plain_peer_sends_its_parts_in_any_order(codec: str, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, plain_peers=True, at_least=2)
     run, weights, optimizer = agreed()

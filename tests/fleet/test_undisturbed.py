@@ -123,7 +123,7 @@ def test_slices_are_refused_where_workers_step_by_themselves(tmp_path: Path) -> 
     assert "Under Cadence each gets rows by its speed: leave batch.slices out." in (tmp_path / "w0.error").read_text()
 
 
-@pytest.mark.parametrize("shared", [(True,), (True, True), (True, False, True)], ids=len)
+@pytest.mark.parametrize("shared", first_of([(True,), (True, True), (True, False, True)], are_single=True), ids=len)
 def test_workers_that_share_memory_with_the_host_compute_the_same(
     shared: tuple[bool, ...], tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_workers_that_share_memory_with_the_host_compute_the_same(
     assert len(set(shown)) == sum(shared)  # and the others sent theirs
 
 
-@pytest.mark.parametrize("can_seal", [True, False])
+@pytest.mark.parametrize("can_seal", first_of([True, False]))
 def test_an_encrypted_fleet_computes_the_same(
     can_seal: bool, tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

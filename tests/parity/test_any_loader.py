@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
 import potluck
 from potluck.errors import ConfigError, Interrupted, PotluckError
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, EPOCHS = 26, 3
@@ -136,7 +137,7 @@ def train(
         return {"losses": losses, "proofs": proofs, "loaded": loaded, "held": held, "step": fleet.step_number}
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "weighted", "by length"])
+@pytest.mark.parametrize("kind", first_of(["shuffled", "weighted", "by length"]))
 def test_two_workers_have_the_losses_of_one_process(kind: str) -> None:
     expected = plain(kind)
     for found in run_ranks(2, train, kind):
@@ -155,7 +156,7 @@ def test_batches_by_length_go_through_split_models_and_windows() -> None:
         assert all("each of the 56 places in the sampler's order was used exactly" in each for each in found["proofs"])
 
 
-@pytest.mark.parametrize("kind", ["weighted", "by length"])
+@pytest.mark.parametrize("kind", first_of(["weighted", "by length"]))
 def test_a_run_that_is_stopped_in_the_third_epoch_resumes_there(kind: str, tmp_path: Path) -> None:
     expected = plain(kind)
     at = 2 * len(expected) // 3 + 1

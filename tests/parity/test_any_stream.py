@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import potluck
 from potluck.errors import Interrupted, PotluckError
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH, EPOCHS = 44, 8, 3
@@ -143,7 +144,7 @@ def train(
         return {"losses": losses, "proofs": proofs, "loaded": loaded, "step": fleet.step_number}
 
 
-@pytest.mark.parametrize("kind", ["loader", "datasets", "webdataset", "generator"])
+@pytest.mark.parametrize("kind", first_of(["loader", "datasets", "webdataset", "generator"]))
 def test_two_workers_have_the_losses_of_one_process_also_resumed_in_the_middle(kind: str, tmp_path: Path) -> None:
     data, folder = tmp_path / "data", tmp_path / "run"
     data.mkdir()

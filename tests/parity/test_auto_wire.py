@@ -14,6 +14,7 @@ from potluck.agree.wire_choice import WireChoice
 from potluck.engine.means import CodedLinkMean, LinkMean
 from tests.parity.test_cadence import whole
 from tests.parity.test_coded_sums import make_data, make_model, plain, sum_of
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 SWITCH_AT = 3
@@ -74,7 +75,9 @@ def test_weights_are_those_of_one_process_that_rounds_from_that_step_on() -> Non
 
 
 @pytest.mark.parametrize(
-    "strategy", [FullShard(), ShardGradOp(), HybridShard(intra_node_size=2)], ids=lambda each: type(each).__name__
+    "strategy",
+    first_of([FullShard(), ShardGradOp(), HybridShard(intra_node_size=2)]),
+    ids=lambda each: type(each).__name__,
 )
 def test_replicas_that_are_split_switch_together(strategy: Any) -> None:
     never, switched = run_ranks(4, trained, strategy), run_ranks(4, trained, strategy, SWITCH_AT)
@@ -109,7 +112,7 @@ def saved(folder: str, epochs: int) -> Tensor:
         return whole(model)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, CodedLinkMean), (torch.bfloat16, LinkMean)])
+@pytest.mark.parametrize(("dtype", "expected"), first_of([(torch.float32, CodedLinkMean), (torch.bfloat16, LinkMean)]))
 def test_what_windows_change_is_coded_where_it_can_be(dtype: torch.dtype, expected: type) -> None:
     assert run_ranks(2, kind_of_mean, dtype) == [expected.__name__] * 2
 

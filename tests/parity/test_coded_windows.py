@@ -25,11 +25,12 @@ from tests.parity.test_cadence import ours as ours_in_fp32
 from tests.parity.test_coded_sums import BLOCKS, rounded, rounded_to_levels
 from tests.parity.test_staged_windows import ours as ours_in_stages
 from tests.parity.test_staged_windows import together
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 WINDOWS, WORLD = 4, 3
 WEIGHTS = [0.5, 0.3, 0.2]
-wires = pytest.mark.parametrize("wire", BLOCKS)
+wires = pytest.mark.parametrize("wire", first_of(BLOCKS))
 
 
 class Small(nn.Module):
@@ -183,7 +184,7 @@ def trained(wire: Any, policy: Any, strategy: Any = NoShard()) -> dict[str, Any]
         return {"weights": whole(model), "same": all(same)}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", first_of(POLICIES))
 def test_all_replicas_end_with_the_same_bits(policy: str) -> None:
     found = run_ranks(2, trained, "int4", POLICIES[policy])
     assert torch.equal(found[0]["weights"], found[1]["weights"])
@@ -195,8 +196,10 @@ def test_replicas_of_nodes_do_too() -> None:
     assert all(torch.equal(found[0]["weights"], each["weights"]) for each in found)
 
 
-@pytest.mark.parametrize("policy", [Sync(balance=False), Async.published(anchor=2), Cadence.published(anchor=2)])
-@pytest.mark.parametrize("meets", ["group", "store"])
+@pytest.mark.parametrize(
+    "policy", first_of([Sync(balance=False), Async.published(anchor=2), Cadence.published(anchor=2)])
+)
+@pytest.mark.parametrize("meets", first_of(["group", "store"]))
 def test_replicas_of_stages_do_too(policy: Any, meets: str, tmp_path: Path) -> None:
     protocol = Pipeline(micro_batch_size=4) if meets == "group" else DataStore(url=f"file://{tmp_path}")
     told = run_ranks(4, staged, policy, Stages(protocol=protocol, count=2))

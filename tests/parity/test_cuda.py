@@ -12,6 +12,7 @@ from potluck import CheckpointConfig, FitConfig, StepConfig
 from potluck.errors import Interrupted
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from tests.parity import test_cadence, test_stages
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -56,7 +57,7 @@ def ours(steps: int, config: StepConfig, shares: tuple[float, ...] = ()) -> dict
         return {"weights": flat(model), "device": str(fleet.device), "busy": busy}
 
 
-@pytest.mark.parametrize(("world", "shares"), [(1, ()), (2, ()), (2, (3.0, 1.0))])
+@pytest.mark.parametrize(("world", "shares"), first_of([(1, ()), (2, ()), (2, (3.0, 1.0))]))
 def test_the_weights_are_those_of_one_process(world: int, shares: tuple[float, ...]) -> None:
     found = run_ranks(world, ours, 6, StepConfig(clip=1.0), shares, timeout_s=110)
     expected = plain(6)
@@ -97,7 +98,7 @@ def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path: Path) -> None:
     assert torch.equal(resumed[0], whole[0])
 
 
-@pytest.mark.parametrize("policy", ["cadence", "async"])
+@pytest.mark.parametrize("policy", first_of(["cadence", "async"]))
 def test_replicas_that_step_by_themselves_are_those_of_one_process(policy: str) -> None:
     told = run_ranks(2, test_cadence.ours, test_cadence.POLICIES[policy], "adamw", 12, 2, timeout_s=110)
     assert torch.equal(told[0]["weights"], told[1]["weights"])

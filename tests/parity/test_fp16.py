@@ -117,7 +117,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "strategy", "options"), first_of(CASES, 3))
+@pytest.mark.parametrize(("world", "strategy", "options"), first_of(CASES))
 def test_several_workers_have_the_same_losses(world: int, strategy: Any, options: dict[str, Any]) -> None:
     every, judge = run_ranks(world, train, "train", strategy, options), plain(parts=world if world > 2 else 1)
     for found in every:

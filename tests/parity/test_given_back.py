@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import potluck
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH = 24, 8
@@ -68,8 +69,8 @@ def train(options: dict[str, Any], late: bool) -> tuple[list[float], list[float]
     return plain_steps(model, optimizer, scheduler, x, y, 3), plain_steps(other, fresh, again, x, y, 3), rate
 
 
-@pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize(("world", "options"), [(2, {"offload_optimizer": True}), (2, {}), (1, {})])
+@pytest.mark.parametrize("late", first_of([True, False]))
+@pytest.mark.parametrize(("world", "options"), first_of([(2, {"offload_optimizer": True}), (2, {}), (1, {})]))
 def test_plain_pytorch_goes_on_where_the_fleet_ended(world: int, options: dict[str, Any], late: bool) -> None:
     for found, expected, rate in run_ranks(world, train, options, late):
         assert found == expected and len(set(found)) == 3

@@ -10,6 +10,7 @@ import potluck
 from potluck import NoShard, ShardGradOp
 from potluck.data.rows import mix
 from potluck.errors import ConfigError
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH, EPOCHS = 27, 12, 3  # not a power of two, and the last batch of an epoch is short
@@ -78,8 +79,8 @@ def ours(on_parameters: bool, options: dict[str, Any], samples_of_a_row: float =
         return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("samples_of_a_row", [1.0, 7.0])
-@pytest.mark.parametrize("strategy", [NoShard(), ShardGradOp()], ids=["whole", "split"])
+@pytest.mark.parametrize("samples_of_a_row", first_of([1.0, 7.0]))
+@pytest.mark.parametrize("strategy", first_of([NoShard(), ShardGradOp()]), ids=["whole", "split"])
 def test_one_process_computes_the_bits_of_plain_pytorch_whatever_its_hooks_do(
     strategy: Any, samples_of_a_row: float
 ) -> None:
@@ -112,7 +113,7 @@ def clipped_in_a_hook(strategy: Any, late: bool, fused: bool) -> dict[str, Tenso
         return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", first_of([True, False]))
 def test_a_step_pre_hook_sees_the_whole_gradient_or_is_refused(fused: bool) -> None:
     torch.set_num_threads(1)
     x, y = rows()
@@ -132,7 +133,7 @@ def test_a_step_pre_hook_sees_the_whole_gradient_or_is_refused(fused: bool) -> N
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": NoShard()}, {"strategy": ShardGradOp()}, {"strategy": NoShard(), "micro": 2}],
+    first_of([{"strategy": NoShard()}, {"strategy": ShardGradOp()}, {"strategy": NoShard(), "micro": 2}]),
     ids=["whole", "split", "micro-batches"],
 )
 def test_hooks_on_activations_see_the_gradients_of_one_process_on_several_ranks(options: dict[str, Any]) -> None:

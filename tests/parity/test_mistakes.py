@@ -15,6 +15,7 @@ from potluck.data.plan import BatchConfig
 from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.fleet.invite import INVITE
 from tests.fleet.fleet import Fleet
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS = 12
@@ -135,14 +136,16 @@ def in_a_group(policy: Any, strategy: Any, mistakes: list[str]) -> list[str]:
         return [loop(potluck.init(policy, strategy), mistake) for mistake in mistakes]
 
 
-@pytest.mark.parametrize("mistake", SENTENCES)
+@pytest.mark.parametrize("mistake", first_of(SENTENCES))
 def test_one_worker_is_told(mistake: str) -> None:
     check(mistake, loop(potluck.Engine(), mistake))
 
 
 @pytest.mark.parametrize(
     ("policy", "strategy"),
-    [(Sync(), NoShard()), (Cadence.published(anchor=2), NoShard()), (Sync(), ShardGradOp()), (Sync(), FullShard())],
+    first_of(
+        [(Sync(), NoShard()), (Cadence.published(anchor=2), NoShard()), (Sync(), ShardGradOp()), (Sync(), FullShard())]
+    ),
     ids=["sync", "cadence", "zero", "full"],
 )
 def test_a_group_is_told(policy: Any, strategy: Any) -> None:
@@ -154,7 +157,7 @@ def test_a_group_is_told(policy: Any, strategy: Any) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [ShardGradOp(keep_gradients=True), FullShard(weights=(1.0, 2.0)), HybridShard(intra_node_size=1)],
+    first_of([ShardGradOp(keep_gradients=True), FullShard(weights=(1.0, 2.0)), HybridShard(intra_node_size=1)]),
     ids=["zero1", "uneven", "hybrid"],
 )
 def test_gradients_are_nobodys_to_use_under_any_strategy(strategy: Any) -> None:
@@ -172,8 +175,8 @@ def test_of_a_group_the_one_who_has_the_row_is_told() -> None:
     check("row", told[0])
 
 
-@pytest.mark.parametrize("policy", [Sync(), Cadence.published(anchor=2)], ids=["sync", "cadence"])
-@pytest.mark.parametrize("mistake", OF_SEVERAL)
+@pytest.mark.parametrize("policy", first_of([Sync(), Cadence.published(anchor=2)]), ids=["sync", "cadence"])
+@pytest.mark.parametrize("mistake", first_of(OF_SEVERAL))
 def test_a_worker_of_a_host_is_told(policy: Any, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "ragged" and isinstance(policy, Sync):
         pytest.skip("a slice of one row is not ragged")
@@ -187,7 +190,7 @@ def test_a_worker_of_a_host_is_told(policy: Any, mistake: str, tmp_path: Path, m
         fleet.close()
 
 
-@pytest.mark.parametrize("fetchers", [0, 1])
+@pytest.mark.parametrize("fetchers", first_of([0, 1]))
 def test_trainer_names_the_row_also_from_a_process_that_fetches(fetchers: int, tmp_path: Path) -> None:
     model, optimizer, rows = make()
     trainer = potluck.Trainer(
@@ -227,7 +230,7 @@ def staged(mistake: str) -> str:
     return "nothing was said"
 
 
-@pytest.mark.parametrize("mistake", ["lazy", "optimizer.step", "clip_grad_norm_"])
+@pytest.mark.parametrize("mistake", first_of(["lazy", "optimizer.step", "clip_grad_norm_"]))
 def test_stages_are_told(mistake: str) -> None:
     for said in run_ranks(2, staged, mistake):
         check(mistake, said)
@@ -243,7 +246,7 @@ class Poisoned(nn.Module):
         return self.layer(x + self.shift)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("hosted", [False, True])
+@pytest.mark.parametrize("hosted", first_of([False, True]))
 def test_a_buffer_of_nan_is_named_where_a_run_ends_for_it(
     hosted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
 from potluck.sharding.runs import total_norm
 from tests.fleet.fleet import Fleet
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, STEPS = 8, 3
@@ -121,7 +122,7 @@ def test_every_strategy_and_stages_clip_and_skip_by_the_norm_of_the_type(tmp_pat
             assert told[f"{name} {case}"] == pytest.approx(expected, rel=TOLERANCES[scenario["dtype"]])
 
 
-@pytest.mark.parametrize("policy", [Sync(), Cadence.published(anchor=2)], ids=["sync", "cadence"])
+@pytest.mark.parametrize("policy", first_of([Sync(), Cadence.published(anchor=2)]), ids=["sync", "cadence"])
 def test_a_worker_of_a_host_steps_on_a_huge_gradient(
     policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +154,7 @@ def test_a_norm_is_that_of_torch_and_finite_wherever_the_numbers_are() -> None:
     assert float(total_norm([torch.zeros(3)])) == float(total_norm([])) == 0.0
 
 
-@pytest.mark.parametrize("name", ["huge", "huge and clipped"])
+@pytest.mark.parametrize("name", first_of(["huge", "huge and clipped"]))
 def test_a_step_that_the_gpu_left_out_for_lack_of_room_is_made_after_all(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

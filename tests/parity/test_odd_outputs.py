@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from potluck import FullShard, HybridShard
 from tests.parity.test_odd_parameters import plain, split
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 KINDS = ("dataclass", "object", "slots", "function", "beside", "kept")
@@ -102,15 +103,17 @@ def gives_function() -> Net:
     return Net("function")
 
 
-@pytest.mark.parametrize("build", [gives_object, gives_function])
+@pytest.mark.parametrize("build", first_of([gives_object, gives_function]))
 @pytest.mark.parametrize(
     "world, strategy",
-    [
-        (2, FullShard()),
-        (1, FullShard()),
-        (2, FullShard(weights=(1.0, 2.0))),
-        (4, HybridShard(intra_node_size=2)),
-    ],
+    first_of(
+        [
+            (2, FullShard()),
+            (1, FullShard()),
+            (2, FullShard(weights=(1.0, 2.0))),
+            (4, HybridShard(intra_node_size=2)),
+        ]
+    ),
 )
 def test_blocks_that_give_any_object_train_as_in_one_process(
     world: int, strategy: Any, build: Callable[[], Net]

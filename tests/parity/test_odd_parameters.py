@@ -18,6 +18,7 @@ from potluck.events import StepDone
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from potluck.save.state import flatten
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 STRATEGIES: dict[str, tuple[int, Any]] = {
@@ -144,7 +145,7 @@ def check(build: Callable[[], nn.Module], loss_of: Callable[..., Tensor], kind: 
         )
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
+@pytest.mark.parametrize("kind", first_of(STRATEGIES))
 def test_parameters_of_every_kind_train_as_in_one_process(kind: str) -> None:
     check(odd, mean_square, kind, rtol=1e-6)  # one of them has 32 bits
 
@@ -198,7 +199,7 @@ def uses(strategy: Any) -> dict[str, Any]:
         return {"said": said, "state": fleet.state_dict()}
 
 
-@pytest.mark.parametrize("kind", ["weights", "full"])
+@pytest.mark.parametrize("kind", first_of(["weights", "full"]))
 def test_uses_outside_of_a_forward_are_right_or_a_sentence_and_whole_weights_are_loaded(kind: str) -> None:
     found = run_ranks(2, uses, STRATEGIES[kind][1])
     for name, sentence in found[0]["said"].items():
@@ -226,8 +227,8 @@ def looked_at(build: Callable[[], Net], strategy: Any) -> Any:
         return fleet.state_dict(), found
 
 
-@pytest.mark.parametrize("build", [usual, odd])
-@pytest.mark.parametrize("kind", ["weights", "full"])
+@pytest.mark.parametrize("build", first_of([usual, odd]))
+@pytest.mark.parametrize("kind", first_of(["weights", "full"]))
 def test_a_loss_with_weights_of_no_block_is_trained_and_evaluated_as_in_one_process(
     kind: str, build: Callable[[], Net]
 ) -> None:
@@ -250,8 +251,8 @@ def written(strategy: Any, by_data: bool) -> str:
         return str(refusal.value)
 
 
-@pytest.mark.parametrize("by_data", [True, False])
-@pytest.mark.parametrize("kind", ["weights", "full"])
+@pytest.mark.parametrize("by_data", first_of([True, False]))
+@pytest.mark.parametrize("kind", first_of(["weights", "full"]))
 def test_a_write_between_a_forward_and_its_backward_is_a_sentence(kind: str, by_data: bool) -> None:
     for said in run_ranks(2, written, STRATEGIES[kind][1], by_data):
         assert said.startswith("out.bias was written after a forward, before its backward.")
@@ -309,7 +310,7 @@ def gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", ["weights", "full", "hybrid"])
+@pytest.mark.parametrize("kind", first_of(["weights", "full", "hybrid"]))
 def test_second_derivatives_and_blocks_that_hand_on_their_input_train_as_in_one_process(kind: str) -> None:
     check(Skipping, gradient_penalty, kind)
 
@@ -335,7 +336,7 @@ def forward_first(strategy: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("world", "strategy"), [(1, FullShard()), (2, FullShard()), (2, FullShard(weights=(1.0, 2.0)))], ids=str
+    ("world", "strategy"), first_of([(1, FullShard()), (2, FullShard()), (2, FullShard(weights=(1.0, 2.0)))]), ids=str
 )
 def test_weights_in_a_loss_are_there_in_its_backward_also_after_that_of_another(world: int, strategy: Any) -> None:
     model = usual()
@@ -361,7 +362,7 @@ def unequal(strategy: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "strategy", [FullShard(), FullShard(weights=(1.0, 2.0)), ShardGradOp(), ShardGradOp(weights=(1.0, 2.0))]
+    "strategy", first_of([FullShard(), FullShard(weights=(1.0, 2.0)), ShardGradOp(), ShardGradOp(weights=(1.0, 2.0))])
 )
 def test_another_number_of_backwards_on_one_rank_is_a_sentence(strategy: Any) -> None:
     for said in run_ranks(2, unequal, strategy):
@@ -383,7 +384,9 @@ def saved_and_loaded(folder: str, strategy: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, FullShard()), (1, potluck.NoShard())], ids=["full", "whole"])
+@pytest.mark.parametrize(
+    ("world", "strategy"), first_of([(2, FullShard()), (1, potluck.NoShard())]), ids=["full", "whole"]
+)
 def test_parameters_of_every_kind_are_saved(world: int, strategy: Any, tmp_path: Path) -> None:
     saved, loaded = run_ranks(world, saved_and_loaded, str(tmp_path), strategy)[0]
     assert saved.keys() == loaded.keys()
@@ -422,7 +425,7 @@ def normed(strategy: Any) -> list[Tensor]:
         return [model(x).detach(), torch.tensor(found)]
 
 
-@pytest.mark.parametrize("kind", ["full", "weights"])
+@pytest.mark.parametrize("kind", first_of(["full", "weights"]))
 def test_weights_that_are_computed_from_others_train_in_bf16_as_under_no_shard(kind: str) -> None:
     expected = run_ranks(2, normed, potluck.NoShard())[0]
     for given, wanted in zip(run_ranks(2, normed, STRATEGIES[kind][1])[0], expected, strict=True):

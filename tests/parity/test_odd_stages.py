@@ -21,6 +21,7 @@ from potluck.sharding.strategy import FullShard, NoShard, ShardGradOp
 from potluck.stages import stage_planner
 from potluck.stages.chain import find_chain
 from potluck.stages.trace import ModelTrace
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, WIDE, BATCH, MICRO = 16, 6, 4, 2
@@ -140,7 +141,7 @@ def sometimes() -> Case:
     return Sometimes(), squares
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", first_of(PROTOCOLS))
 def test_a_part_that_only_some_batches_use_is_trained_on_whichever_stage_uses_it(protocol: str, tmp_path: Path) -> None:
     stages, micro = protocol_of(protocol, tmp_path)
     check(sometimes, stages, micro=micro, slow=1)
@@ -148,7 +149,7 @@ def test_a_part_that_only_some_batches_use_is_trained_on_whichever_stage_uses_it
 
 @pytest.mark.parametrize(
     "strategy",
-    [NoShard(), ShardGradOp(), FullShard(), FullShard(weights=(1, 1, 3, 2))],
+    first_of([NoShard(), ShardGradOp(), FullShard(), FullShard(weights=(1, 1, 3, 2))]),
     ids=["NoShard", "ShardGradOp", "FullShard", "weights"],
 )
 def test_such_a_part_is_trained_where_stages_are_split_or_several(strategy: Any) -> None:
@@ -156,7 +157,7 @@ def test_such_a_part_is_trained_where_stages_are_split_or_several(strategy: Any)
     check(sometimes, stages, ranks=4, strategy=strategy, micro=1, slow=2)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble", "gpipe"])
+@pytest.mark.parametrize("schedule", first_of(["interleaved", "zero-bubble", "gpipe"]))
 def test_such_a_part_is_trained_in_every_schedule(schedule: Any) -> None:
     check(sometimes, Stages(protocol=Pipeline(micro_batch_size=1, schedule=schedule), count=2), micro=1)
 
@@ -199,8 +200,8 @@ def nested() -> Case:
     return Nested(), squares
 
 
-@pytest.mark.parametrize("cut", [5, 1, 2, 3, 4, 6, 7, 8])
-@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp()], ids=["FullShard", "ShardGradOp"])
+@pytest.mark.parametrize("cut", first_of([5, 1, 2, 3, 4, 6, 7, 8]))
+@pytest.mark.parametrize("strategy", first_of([FullShard(), ShardGradOp()]), ids=["FullShard", "ShardGradOp"])
 def test_a_nested_sequential_is_split_and_cut_anywhere(strategy: Any, cut: int) -> None:
     stages = Stages(protocol=Pipeline(micro_batch_size=MICRO), count=2, cuts=(cut,))
     check(nested, stages, strategy=strategy, micro=MICRO, steps=3)
@@ -234,13 +235,13 @@ def skips() -> Case:
     return Skips(), squares
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", first_of(PROTOCOLS))
 def test_long_skips_go_through_all_stages_between(protocol: str, tmp_path: Path) -> None:
     stages, micro = protocol_of(protocol, tmp_path)
     check(skips, Stages(protocol=stages, count=3, cuts=(2, 5)), ranks=3, micro=micro, steps=4, slow=1)
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", "interleaved", "gpipe"])
+@pytest.mark.parametrize("schedule", first_of(["zero-bubble", "interleaved", "gpipe"]))
 def test_long_skips_go_with_every_schedule(schedule: Any) -> None:
     stages = Stages(protocol=Pipeline(micro_batch_size=MICRO, schedule=schedule), count=2)
     check(skips, stages, micro=MICRO, steps=4)
@@ -297,7 +298,7 @@ def odd_loss(model: nn.Module, batch: Any) -> Tensor:
     return (found - batch[1]).square().mean() + 0.01 * aside  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", first_of(PROTOCOLS))
 def test_odd_layers_learn_what_one_process_learns(protocol: str, tmp_path: Path) -> None:
     stages, micro = protocol_of(protocol, tmp_path)
     check(odd, stages, micro=micro, steps=3, slow=0)

@@ -23,6 +23,7 @@ from potluck.link.link import RENDEZVOUS, connect
 from potluck.save.export import write_plain
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from tests.gathered import home
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 STEPS, BATCH = 6, 8
@@ -106,7 +107,7 @@ def _backend() -> str:
     return str(group._get_backend(home()).name())
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", first_of(STRATEGIES))
 def test_a_group_of_one_computes_what_plain_pytorch_does(name: str, tmp_path: Path) -> None:
     found = run_ranks(1, ours, STRATEGIES[name], str(tmp_path), timeout_s=110)[0]
     assert (found["device"], found["backend"]) == (("cuda:0", "nccl") if torch.cuda.is_available() else ("cpu", "gloo"))
@@ -135,7 +136,7 @@ def test_each_operation_of_a_link_works_in_a_group_of_one() -> None:
     assert run_ranks(1, each_operation) == [True]
 
 
-@pytest.mark.parametrize("policy", [Cadence.published(anchor=2), Async.published(anchor=4)], ids=repr)
+@pytest.mark.parametrize("policy", first_of([Cadence.published(anchor=2), Async.published(anchor=4)]), ids=repr)
 def test_a_policy_that_averages_replicas_has_nothing_to_average_in_a_group_of_one(policy: Any, tmp_path: Path) -> None:
     found = run_ranks(1, ours, NoShard(), str(tmp_path), policy, timeout_s=110)[0]
     expected = plain()

@@ -233,7 +233,7 @@ def test_any_optimizer_under_any_split(kind: str, strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", first_of([ShardGradOp(), FullShard(), FullShard(weights=(3.0, 1.0))]), ids=str)
-@pytest.mark.parametrize("kind", ["lamb", "lion", "known lion", "centred", "defaults"])
+@pytest.mark.parametrize("kind", first_of(["lamb", "lion", "known lion", "centred", "defaults"]))
 def test_optimizers_of_ones_own_step_whole_parameters_and_are_saved(kind: str, strategy: Any, tmp_path: Path) -> None:
     """Begun split, and ended on one rank from its checkpoint."""
     judge = judged(kind)
@@ -296,7 +296,7 @@ def check_installed(kind: str) -> None:
     pytest.importorskip({"free": "schedulefree", "bnb": "bitsandbytes", "ao": "torchao"}.get(kind, "torch"))
 
 
-@pytest.mark.parametrize("kind", ["free", pytest.param("bnb", marks=pytest.mark.slow), "adafactor"])
+@pytest.mark.parametrize("kind", first_of(["free", pytest.param("bnb", marks=pytest.mark.slow), "adafactor"]))
 def test_on_whole_replicas_and_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     check_installed(kind)
     judge = judged(kind)

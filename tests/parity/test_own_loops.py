@@ -21,6 +21,7 @@ from potluck.save import checkpoint_folder
 from potluck.stages import stage_planner
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH, EPOCHS = 30, 8, 3
@@ -108,7 +109,7 @@ def train(
         }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", first_of(SCHEDULERS))
 def test_a_scheduler_is_where_plain_pytorch_has_it_at_every_step(name: str) -> None:
     expected, weights = plain(name)
     found = train(name)
@@ -117,7 +118,7 @@ def test_a_scheduler_is_where_plain_pytorch_has_it_at_every_step(name: str) -> N
     torch.testing.assert_close(found["weights"].cpu(), weights, rtol=0, atol=1e-6 if home().type == "cpu" else 1e-5)
 
 
-@pytest.mark.parametrize("strategy", [potluck.NoShard(), potluck.ShardGradOp(), potluck.FullShard()])
+@pytest.mark.parametrize("strategy", first_of([potluck.NoShard(), potluck.ShardGradOp(), potluck.FullShard()]))
 def test_a_scheduler_on_two_workers_is_that_of_one(strategy: Any) -> None:
     expected, weights = plain("one cycle")
     for found in run_ranks(2, train_by, strategy):
@@ -241,7 +242,7 @@ def of_habit(name: str) -> tuple[list[list[float]], torch.Tensor]:
         return told, flat(model)
 
 
-@pytest.mark.parametrize("name", ["cosine", "sequence"])
+@pytest.mark.parametrize("name", first_of(["cosine", "sequence"]))
 def test_a_loop_may_step_optimizer_and_scheduler_as_it_did(name: str) -> None:
     """optimizer.step() is fleet.step(), and the scheduler is stepped by the run alone."""
     for told, weights in run_ranks(2, of_habit, name):
@@ -300,7 +301,8 @@ def windows(policy: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "policy", [potluck.Cadence.published(anchor=2, max_anchor=3), potluck.Async.published(anchor=2, max_anchor=3)]
+    "policy",
+    first_of([potluck.Cadence.published(anchor=2, max_anchor=3), potluck.Async.published(anchor=2, max_anchor=3)]),
 )
 def test_the_rate_at_a_step_of_the_run_does_not_depend_on_the_policy(policy: Any) -> None:
     expected = [rate for rate, _ in plain("cosine")[0]]
@@ -332,7 +334,7 @@ def test_what_is_kept_is_saved_and_comes_back(tmp_path: Path) -> None:
     fleet.close()
 
 
-@pytest.mark.parametrize("strategy", [potluck.NoShard(), potluck.FullShard()])
+@pytest.mark.parametrize("strategy", first_of([potluck.NoShard(), potluck.FullShard()]))
 def test_what_is_kept_reaches_every_rank(tmp_path: Path, strategy: Any) -> None:
     for found in run_ranks(2, keep, str(tmp_path), strategy):
         assert torch.equal(found["ema"], torch.zeros(3)) and found["who"] == 0
@@ -391,14 +393,23 @@ def test_a_scheduler_that_is_too_short_says_so() -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        {"kept": []},
-        {"kept": {"dict": {"x": {"tensor": "absent"}}}},
-        {"kept": {"pickle": "x"}},
-        {"scheduler": {"class": "CosineAnnealingLR", "steps": 1 << 60, "state": {"dict": {}}, "groups": {"list": []}}},
-        {"scheduler": {"class": "CosineAnnealingLR", "steps": 0, "state": {"list": []}, "groups": {"list": []}}},
-        {"scheduler": {"class": "CosineAnnealingLR"}},
-    ],
+    first_of(
+        [
+            {"kept": []},
+            {"kept": {"dict": {"x": {"tensor": "absent"}}}},
+            {"kept": {"pickle": "x"}},
+            {
+                "scheduler": {
+                    "class": "CosineAnnealingLR",
+                    "steps": 1 << 60,
+                    "state": {"dict": {}},
+                    "groups": {"list": []},
+                }
+            },
+            {"scheduler": {"class": "CosineAnnealingLR", "steps": 0, "state": {"list": []}, "groups": {"list": []}}},
+            {"scheduler": {"class": "CosineAnnealingLR"}},
+        ]
+    ),
 )
 def test_whatever_a_peer_sends_as_kept_is_a_sentence_at_most(damage: dict[str, Any]) -> None:
     fleet = potluck.init()
@@ -468,7 +479,9 @@ def mse(model: nn.Module, batch: Any) -> torch.Tensor:
 STAGES = potluck.Stages(protocol=potluck.Pipeline(micro_batch_size=4), count=2)
 
 
-@pytest.mark.parametrize(("rows", "stages"), [(30, None), (33, None), (30, STAGES)], ids=["all", "one idle", "stages"])
+@pytest.mark.parametrize(
+    ("rows", "stages"), first_of([(30, None), (33, None), (30, STAGES)]), ids=["all", "one idle", "stages"]
+)
 def test_passes_of_exactly_len_batches_are_whole(rows: int, stages: Any) -> None:
     plain, found = (run_ranks(2, by_len, STILL, rows, how, stages, timeout_s=20) for how in ("plain", "len"))
     for ours, theirs in zip(found, plain, strict=True):
@@ -481,11 +494,13 @@ def test_passes_of_exactly_len_batches_are_whole(rows: int, stages: Any) -> None
 
 @pytest.mark.parametrize(
     ("world", "policy", "stages"),
-    [
-        (2, potluck.Cadence.published(anchor=1, max_anchor=1), None),
-        (2, potluck.Async.published(anchor=2, max_anchor=2), None),
-        (4, potluck.Cadence.published(anchor=1, max_anchor=1), STAGES),
-    ],
+    first_of(
+        [
+            (2, potluck.Cadence.published(anchor=1, max_anchor=1), None),
+            (2, potluck.Async.published(anchor=2, max_anchor=2), None),
+            (4, potluck.Cadence.published(anchor=1, max_anchor=1), STAGES),
+        ]
+    ),
     ids=["cadence", "async", "stages"],
 )
 def test_passes_of_exactly_len_batches_use_each_row_once_in_windows(world: int, policy: Any, stages: Any) -> None:

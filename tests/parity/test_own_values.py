@@ -13,6 +13,7 @@ import potluck
 from potluck.engine.engine import Engine
 from potluck.engine.own_values import _read
 from potluck.errors import ConfigError, PotluckError
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 
@@ -96,11 +97,13 @@ def accuracy_of_a_loop(policy: potluck.ApplyPolicy, strategy: potluck.ShardingSt
 
 @pytest.mark.parametrize(
     ("policy", "strategy"),
-    [
-        (potluck.Sync(), potluck.NoShard()),
-        (potluck.Sync(), potluck.FullShard()),
-        (potluck.Cadence.published(anchor=2, max_anchor=2), potluck.NoShard()),
-    ],
+    first_of(
+        [
+            (potluck.Sync(), potluck.NoShard()),
+            (potluck.Sync(), potluck.FullShard()),
+            (potluck.Cadence.published(anchor=2, max_anchor=2), potluck.NoShard()),
+        ]
+    ),
     ids=["sync", "full", "cadence"],
 )
 def test_a_loop_has_one_accuracy(policy: potluck.ApplyPolicy, strategy: potluck.ShardingStrategy) -> None:
@@ -157,7 +160,7 @@ def rows_and_model() -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
     return x, torch.randint(0, 3, (21,)), nn.Sequential(*blocks, nn.Linear(5, 3))
 
 
-@pytest.mark.parametrize("strategy", ["none", "full", "stages"])
+@pytest.mark.parametrize("strategy", first_of(["none", "full", "stages"]))
 def test_an_evaluation_gives_each_figures_mean(strategy: str) -> None:
     x, y, model = rows_and_model()
     with torch.no_grad():
@@ -241,7 +244,7 @@ def compare_alone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shares"), [("NoShard", (3.0, 1.0)), ("FullShard", ()), ("ShardGradOp", (1.0, 2.0, 1.0))]
+    ("strategy", "shares"), first_of([("NoShard", (3.0, 1.0)), ("FullShard", ()), ("ShardGradOp", (1.0, 2.0, 1.0))])
 )
 def test_a_contrastive_loss_is_that_of_one_process_where_rows_are_gathered(
     strategy: str, shares: tuple[float, ...]
@@ -256,11 +259,13 @@ def test_a_contrastive_loss_is_that_of_one_process_where_rows_are_gathered(
 
 @pytest.mark.parametrize(
     ("policy", "options", "samples", "said"),
-    [
-        (potluck.Cadence.published(), {}, 8, "Use the Sync policy in a process group"),
-        (potluck.Sync(), {"micro_batch_size": 2}, 2, "Leave out micro_batch_size"),
-        (potluck.Sync(), {}, 3, "takes samples=8, the rows that this worker gave to it, and not 3"),
-    ],
+    first_of(
+        [
+            (potluck.Cadence.published(), {}, 8, "Use the Sync policy in a process group"),
+            (potluck.Sync(), {"micro_batch_size": 2}, 2, "Leave out micro_batch_size"),
+            (potluck.Sync(), {}, 3, "takes samples=8, the rows that this worker gave to it, and not 3"),
+        ]
+    ),
     ids=["windows", "micro-batches", "other samples"],
 )
 def test_rows_are_gathered_where_all_have_them_at_once_or_it_is_said(

@@ -20,6 +20,7 @@ from potluck.errors import CheckpointError, Interrupted
 from potluck.events import read_events
 from potluck.save.checkpoint_folder import body_sha256
 from tests.parity.test_sync import STILL
+from tests.quick import first_of
 from tests.ranks import RankFailed, run_ranks
 
 OPTIMIZERS: dict[str, Any] = {
@@ -75,7 +76,7 @@ def fit(folder: str, *, stop_at: int | None = None, resume: bool = False, optimi
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "stop_at"), [("adamw", 2), ("adamw", 7), *((optimizer, 5) for optimizer in OPTIMIZERS)]
+    ("optimizer", "stop_at"), first_of([("adamw", 2), ("adamw", 7), *((optimizer, 5) for optimizer in OPTIMIZERS)])
 )
 def test_a_resumed_run_ends_with_bit_identical_weights(tmp_path: Path, optimizer: str, stop_at: int) -> None:
     whole = run_ranks(2, fit_whole, str(tmp_path / "whole"), optimizer)
@@ -137,7 +138,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     assert run_ranks(1, train_while_the_disk_is_slow, str(tmp_path)) == [{"waited": [True], "same": True}]
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", first_of([1, 3]))
 def test_a_checkpoint_loads_on_another_number_of_workers(tmp_path: Path, world: int) -> None:
     run_ranks(2, fit_until, str(tmp_path), 7, "adamw")
     found = run_ranks(world, fit_on, str(tmp_path))
@@ -219,7 +220,9 @@ def quiet(**settings: Any) -> FitConfig:
     return FitConfig(progress=False, checkpoint=CheckpointConfig(every=1), **settings)
 
 
-@pytest.mark.parametrize(("fetchers", "stop_at"), [(0, 1), (0, 3), (0, 6), pytest.param(2, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("fetchers", "stop_at"), first_of([(0, 1), (0, 3), (0, 6), pytest.param(2, 3, marks=pytest.mark.slow)])
+)
 def test_skipped_steps_random_rows_and_fetchers_resume_to_the_bit(tmp_path: Path, fetchers: int, stop_at: int) -> None:
     batch, config = BatchConfig(size=8, fetchers=fetchers), quiet(epochs=2, max_steps=5)
     if stop_at > 5:
@@ -247,7 +250,7 @@ def test_random_rows_differ_between_epochs_and_workers(tmp_path: Path, fetchers:
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 12), (12, 4)])
+@pytest.mark.parametrize(("before", "after"), first_of([(4, 12), (12, 4)]))
 def test_another_batch_size_on_resume_still_trains_each_row_once(tmp_path: Path, before: int, after: int) -> None:
     run_ranks(1, fit_noisy, str(tmp_path), quiet(), BatchConfig(size=before), False, 1)
     found = run_ranks(1, fit_noisy, str(tmp_path), quiet(), BatchConfig(size=after), True)[0]
@@ -255,7 +258,7 @@ def test_another_batch_size_on_resume_still_trains_each_row_once(tmp_path: Path,
     assert "each of its 24 samples was used exactly once" in found["sentences"][0]
 
 
-@pytest.mark.parametrize(("max_steps", "rows"), [(2, 20), (3, 24), (4, 34), (None, 72)])
+@pytest.mark.parametrize(("max_steps", "rows"), first_of([(2, 20), (3, 24), (4, 34), (None, 72)]))
 def test_the_schedule_knows_how_many_rows_a_run_has(tmp_path: Path, max_steps: int | None, rows: int) -> None:
     config = quiet(epochs=3, max_steps=max_steps, schedule=ScheduleConfig(warmup=0, floor=0))
     found = run_ranks(1, fit_noisy, str(tmp_path), config, BatchConfig(size=10), False)[0]

@@ -160,27 +160,27 @@ def assert_same(found: list[dict[str, Any]], judge: dict[str, Any]) -> None:
         torch.testing.assert_close(tensor, judge["weights"][name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", first_of([1, 2, 3, 4]))
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "zero-bubble", "interleaved"]
+    "schedule", first_of(["1f1b", pytest.param("gpipe", marks=pytest.mark.slow), "zero-bubble", "interleaved"])
 )
 def test_a_pipeline_learns_what_one_process_learns(schedule: Any, workers: int) -> None:
     stages = Pipeline(micro_batch_size=MICRO, schedule=schedule)
     assert_same(run_ranks(workers, train, stages, {"clip": 0.5}), one_process(clip=0.5))
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", first_of([2, 3]))
 def test_direct_sends_whole_batches_to_the_same_end(workers: int) -> None:
     assert_same(run_ranks(workers, train, Direct(), {}), one_process(micro=BATCH))
 
 
-@pytest.mark.parametrize("cuts", [(1,), (4,), (7,), (1, 7), (2, 3, 6)])
+@pytest.mark.parametrize("cuts", first_of([(1,), (4,), (7,), (1, 7), (2, 3, 6)], are_single=True))
 def test_it_does_not_matter_where_it_is_cut(cuts: tuple[int, ...]) -> None:
     stages = Stages(protocol=Pipeline(micro_batch_size=MICRO), cuts=cuts)
     assert_same(run_ranks(len(cuts) + 1, train, stages, {"tied": False}), one_process(tied=False))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", first_of(["1f1b", "zero-bubble"]))
 def test_replicas_side_by_side_step_as_one(schedule: Any) -> None:
     """Two replicas of two stages: each batch is shared out among them, micro-batches as they fall."""
     stages = Stages(protocol=Pipeline(micro_batch_size=2, schedule=schedule), count=2)
@@ -191,7 +191,7 @@ def test_replicas_side_by_side_step_as_one(schedule: Any) -> None:
     assert_same(found, one_process(micro=2, pipelines=2))
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "datastore"])
+@pytest.mark.parametrize("kind", first_of(["pipeline", "datastore"]))
 def test_a_replica_without_rows_takes_no_part_in_a_step(kind: str, tmp_path: Any) -> None:
     """22 rows in batches of 7: the fourth has one row, which the first of two replicas gets."""
     protocol: Any = PIPELINE if kind == "pipeline" else DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO)
@@ -209,15 +209,17 @@ def test_a_replica_of_slow_stages_gets_fewer_rows() -> None:
     assert_same(found, one_process(steps=12, pipelines=2, batch=11, micro=2, drop=False))
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", first_of([True, False]))
 @pytest.mark.parametrize(
     ("strategy", "workers", "count", "pipelines"),
-    [
-        (potluck.HybridShard(intra_node_size=2), 4, 2, 2),
-        pytest.param(potluck.HybridShard(intra_node_size=2), 8, 2, 4, marks=pytest.mark.slow),
-        (potluck.FullShard(), 4, 2, 2),
-        (potluck.ShardGradOp(), 4, 2, 2),
-    ],
+    first_of(
+        [
+            (potluck.HybridShard(intra_node_size=2), 4, 2, 2),
+            pytest.param(potluck.HybridShard(intra_node_size=2), 8, 2, 4, marks=pytest.mark.slow),
+            (potluck.FullShard(), 4, 2, 2),
+            (potluck.ShardGradOp(), 4, 2, 2),
+        ]
+    ),
 )
 def test_each_stage_may_itself_be_split(strategy: Any, workers: int, count: int, pipelines: int, tied: bool) -> None:
     stages = Stages(protocol=Pipeline(micro_batch_size=2), count=count)
@@ -271,7 +273,7 @@ def test_a_checkpoint_is_the_whole_models_and_loads_with_another_cut_or_none(tmp
     assert len(plan.stages) == 2
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", first_of([1, 2, 3]))
 def test_stages_that_meet_in_a_folder_learn_what_one_process_learns(workers: int, tmp_path: Any) -> None:
     stages = DataStore(url=f"file://{tmp_path}/run", micro_batch_size=MICRO, keep_every=2)
     assert_same(run_ranks(workers, train, stages, {"clip": 0.5}), one_process(clip=0.5))
@@ -363,7 +365,7 @@ def spoiled(stages: Any) -> dict[str, Any]:
     return {"events": events, "same": same, "moved": moved}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", first_of(["1f1b", "zero-bubble"]))
 def test_a_step_that_is_not_finite_is_skipped_by_every_stage(schedule: Any) -> None:
     for told in run_ranks(3, spoiled, Pipeline(micro_batch_size=MICRO, schedule=schedule)):
         assert told == {"events": ["StepDone", "StepSkipped", "StepDone"], "same": True, "moved": True}
@@ -406,7 +408,7 @@ def stepped_together(kind: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("kind", ["hook", "late hook", "class"])
+@pytest.mark.parametrize("kind", first_of(["hook", "late hook", "class"]))
 def test_what_looks_at_all_parameters_in_a_step_is_refused_where_each_stage_has_some(kind: str) -> None:
     sentence = {"class": "what it does to a parameter depends on the other parameters"}.get(kind, "has a step_pre_hook")
     for said in run_ranks(2, stepped_together, kind):
@@ -415,17 +417,23 @@ def test_what_looks_at_all_parameters_in_a_step_is_refused_where_each_stage_has_
 
 @pytest.mark.parametrize(
     ("stages", "options", "sentence"),
-    [
-        (PIPELINE, {"step": potluck.StepConfig(offload_optimizer=True)}, "offload_optimizer does not go with stages"),
-        (
-            Pipeline(micro_batch_size=2, schedule="zero-bubble"),
-            {"strategy": potluck.FullShard()},
-            "of which a split stage would not hear",
-        ),
-        (DataStore(url="file:///tmp/nowhere"), {"strategy": potluck.FullShard()}, "have no process group"),
-        (Stages(protocol=PIPELINE, cuts=(2, 3)), {}, "stages.cuts makes 3 stages, and there are 1"),
-        (Stages(protocol=PIPELINE, cuts=(90,), count=1), {}, "stages.cuts makes 2 stages, and there are 1"),
-    ],
+    first_of(
+        [
+            (
+                PIPELINE,
+                {"step": potluck.StepConfig(offload_optimizer=True)},
+                "offload_optimizer does not go with stages",
+            ),
+            (
+                Pipeline(micro_batch_size=2, schedule="zero-bubble"),
+                {"strategy": potluck.FullShard()},
+                "of which a split stage would not hear",
+            ),
+            (DataStore(url="file:///tmp/nowhere"), {"strategy": potluck.FullShard()}, "have no process group"),
+            (Stages(protocol=PIPELINE, cuts=(2, 3)), {}, "stages.cuts makes 3 stages, and there are 1"),
+            (Stages(protocol=PIPELINE, cuts=(90,), count=1), {}, "stages.cuts makes 2 stages, and there are 1"),
+        ]
+    ),
 )
 def test_what_does_not_go_with_stages_is_refused_in_a_sentence(stages: Any, options: Any, sentence: str) -> None:
     assert sentence in refused(stages, options)

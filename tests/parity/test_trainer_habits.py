@@ -125,7 +125,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", first_of(SPLITS, 2))
+@pytest.mark.parametrize("split", first_of(SPLITS))
 def test_validation_is_with_the_average_also_after_a_resume(tmp_path: Path, split: str) -> None:
     options, engine = {"ema": DECAY, "checkpoint": CheckpointConfig()}, SPLITS[split]
     run_ranks(2, _stopped, str(tmp_path), options, engine)
@@ -280,7 +280,7 @@ def test_figures_without_a_loss_are_shown_by_their_own_names(tmp_path: Path) -> 
     assert drawn.read_bytes().startswith(b"\x89PNG") and not read_timeline(tmp_path / "events.jsonl").looks
 
 
-@pytest.mark.parametrize("options", [{"patience": 2}, {"checkpoint": CheckpointConfig(best=True)}], ids=str)
+@pytest.mark.parametrize("options", first_of([{"patience": 2}, {"checkpoint": CheckpointConfig(best=True)}]), ids=str)
 def test_the_best_of_figures_without_a_loss_is_refused_with_what_to_do(options: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'validate gave accuracy, two\. Name one of its figures "loss"'):
         fit_without_loss(tmp_path, **options)

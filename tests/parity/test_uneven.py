@@ -24,6 +24,7 @@ from potluck.sharding.sharded import SplitRequest
 from potluck.sharding.strategy import FullShard
 from potluck.sharding.uneven import UnevenShards
 from tests.parity.test_zero import data, slow_down
+from tests.quick import first_of
 from tests.ranks import run_ranks
 
 ROWS = 24
@@ -160,22 +161,22 @@ def assert_same(told: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> N
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", first_of(OPTIMIZERS))
 def test_two_uneven_ranks_train_as_one_process_does(name: str) -> None:
     assert_same(run_ranks(2, ours, name, (3, 1)), plain(name))
 
 
-@pytest.mark.parametrize("weights", [(1,), (1, 0, 2), (5, 1, 1, 3), (0, 1)])
+@pytest.mark.parametrize("weights", first_of([(1,), (1, 0, 2), (5, 1, 1, 3), (0, 1)], are_single=True))
 def test_any_world_and_any_weights(weights: tuple[float, ...]) -> None:
     assert_same(run_ranks(len(weights), ours, "adamw", weights), plain("adamw"))
 
 
-@pytest.mark.parametrize("how", ["in parts", "recomputed", "recomputed by the model", "late"])
+@pytest.mark.parametrize("how", first_of(["in parts", "recomputed", "recomputed by the model", "late"]))
 def test_however_it_computes(how: str) -> None:
     assert_same(run_ranks(2, ours, "adamw", (1, 2), how), plain("adamw"))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", first_of(["adamw", "sgd"]))
 def test_one_rank_alone_is_the_plain_optimizer_to_the_bit(name: str) -> None:
     """But for clipping, whose norm adds up in another order; and the fused kernel, which rounds last numbers apart."""
     model = Net()

@@ -54,7 +54,7 @@ def test_the_readme_is_short() -> None:
 def test_every_command_parses(page: Path) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     for command in commands(page):
-        program, *words = shlex.split(command)
+        program, *words = shlex.split(re.sub(r"\$\([^)]*\)", "VALUE", command))
         if program == "make":
             assert words[0] in targets or "=" in words[0], command
         elif program == "python":

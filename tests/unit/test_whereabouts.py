@@ -16,6 +16,7 @@ import potluck
 from potluck.environment import LAST_WORDS
 from potluck.link import whereabouts
 from potluck.link.whereabouts import END, RUNS, STEP, CallLog, Whereabouts, find_mistake, tell_waiting
+from tests.quick import first_of
 from tests.ranks import run_ranks, try_ranks
 
 SAVE, MEAN = "fleet.save()", "fleet.mean()"
@@ -151,7 +152,7 @@ ALONE: list[tuple[str, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "options", "at_end"), ALONE, ids=str)
+@pytest.mark.parametrize(("call", "options", "at_end"), first_of(ALONE), ids=str)
 def test_a_call_on_rank_0_alone_ends_the_run_with_a_sentence(
     tmp_path: Path, call: str, options: dict[str, Any], at_end: bool
 ) -> None:
@@ -165,6 +166,6 @@ def test_a_call_on_rank_0_alone_ends_the_run_with_a_sentence(
     assert any(each in words for each in told for words in said), said
 
 
-@pytest.mark.parametrize("options", [{}, {"strategy": potluck.FullShard()}, {"policy": WINDOWS}], ids=str)
+@pytest.mark.parametrize("options", first_of([{}, {"strategy": potluck.FullShard()}, {"policy": WINDOWS}]), ids=str)
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, options: dict[str, Any]) -> None:
     run_ranks(2, slow, str(tmp_path), options, "mean")
