@@ -122,16 +122,21 @@ def finish(aside: Path, form: int, sums: dict[str, Any], said: dict[str, Any]) -
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Writes tensors in host memory as a safetensors file, without another copy of them; says its size and checksum."""
-    header = make_header({name: (type_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}, notes)
-    digest = hashlib.sha256(header.data)
+    size, digest = 0, hashlib.sha256()
     with path.open("wb", buffering=0) as file:
-        write_all(file, header.data)
-        for name in header.order:
-            data = buffer(tensors[name])
+        for data in tensor_chunks(tensors, notes):
             write_all(file, data)
             digest.update(data)
+            size += len(data)
         os.fsync(file.fileno())
-    return {"bytes": header.total_bytes, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def tensor_chunks(tensors: Mapping[str, Tensor], notes: Mapping[str, Any] | None = None) -> Iterator[memoryview]:
+    """The bytes of a safetensors file of tensors in host memory, in the tensors' own memory."""
+    header = make_header({name: (type_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}, notes)
+    yield memoryview(header.data)
+    yield from (buffer(tensors[name]) for name in header.order)
 
 
 class CheckpointWriter:

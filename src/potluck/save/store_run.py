@@ -4,11 +4,12 @@ StoreSaves: their checkpoints. They share no disk: the first keeps them, and the
 they are the same as any other: the whole model's, in files that each hold some pieces.
 """
 
+import itertools
 import json
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from potluck.fleet.file_stream import FileStreamReceiver, stream_chunks, stream_
 from potluck.link.link import Alone, Link
 from potluck.link.store_link import DeferredStoreLink, Log, ReplayedLink, StoreLink
 from potluck.save import checkpoint_folder, parts, state
-from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, new_aside, write_tensors
+from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, new_aside, tensor_chunks
 from potluck.save.left_out import check_left_out, leave_out
 from potluck.save.saves import KeptTensors, Saves, Standing, saved_part, take_snapshot
 from potluck.save.split_saves import Share, ask_first, together, write_share, write_together
@@ -101,12 +102,14 @@ class StoreRun:
         self.link.log.seal()
         position = self._whole.position
         told = notes | {"position": position, "told": self.link.log.told, "run": self._run}
-        with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
-            (Path(folder) / NOTES).write_text(json.dumps(told))
-            model, optimizer = parts.model_part(sharded, without=without), parts.optimizer_part(sharded)
-            for stem, part in ((MODEL, model), (OPTIMIZER, optimizer)):
-                write_tensors(Path(folder) / _file(stem), part.tensors, part.notes)
-            self.give_files(self._key, Path(folder))
+        model, optimizer = parts.model_part(sharded, without=without), parts.optimizer_part(sharded)
+        chunks = {
+            _file(MODEL): list(tensor_chunks(model.tensors, model.notes)),
+            NOTES: [memoryview(json.dumps(told).encode())],
+            _file(OPTIMIZER): list(tensor_chunks(optimizer.tensors, optimizer.notes)),
+        }
+        sizes = [[name, sum(map(len, data))] for name, data in chunks.items()]
+        self._give(self._key, json.dumps(sizes), itertools.chain.from_iterable(chunks.values()))
         if self._channel is not None:
             self._channel.consumed(passes)
         self._whole.durable(position)
@@ -121,7 +124,10 @@ class StoreRun:
     def give_files(self, key: str, folder: Path) -> None:
         """All files of a folder, as one object."""
         header = stream_header(folder)
-        data = [memoryview(each) for each in (header.encode(), *stream_chunks(folder, header))]
+        self._give(key, header, map(memoryview, stream_chunks(folder, header)))
+
+    def _give(self, key: str, header: str, chunks: Iterable[memoryview]) -> None:
+        data = [memoryview(header.encode()), *filter(len, chunks)]
         self._states.put(key, data, _LENGTH.pack(len(data[0])))
 
     def take_files(self, key: str, folder: Path, awaited: str) -> None:
