@@ -15,6 +15,7 @@ from potluck.coded_tensors import round_
 from potluck.errors import StoreError, TheirProtocolError, WorkerLost
 from potluck.link.link import Link
 from potluck.link.store_link import StoreLink
+from potluck.store.sessions import StoreSession
 from potluck.store.store import Store
 from tests.bare import Tell, Worker
 from tests.quick import first_of
@@ -25,7 +26,10 @@ PATIENCE_S = 20.0
 
 
 def link_at(url: str, rank: int, world: int, *, keeps: bool = False, patience_s: float = PATIENCE_S) -> StoreLink:
-    return StoreLink(Store(url, run="run", generation=1, patience_s=patience_s), rank, world, keeps=keeps)
+    link = StoreLink(rank, world, keeps=keeps)
+    store = Store(url, run="run", generation=1, patience_s=patience_s)
+    link.open(StoreSession(store, f"worker-{rank}", f"worker {rank}"))
+    return link
 
 
 def url_of(folder: Path) -> str:

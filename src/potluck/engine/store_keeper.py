@@ -62,7 +62,7 @@ class StoreKeeper:
         restore_position(run, notes["standing"])
         run.ledger = Ledger([(start, end) for start, end in notes["ledger"]])
         replica.passes, run.caller.memo = notes["passes"], notes["memo"]
-        store_run.link.log.seal()
+        store_run.link.log.is_open = False
         store_run.kept = None
         run.start_of_step()
 

@@ -5,8 +5,10 @@ worker that is killed and started again from its last saved state finds the very
 included. Knows nothing of what is summed or gathered, and why: store_link.py does.
 """
 
+import base64
 import json
 import re
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -28,12 +30,41 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 """Seconds between two looks at whether the others are past what we have put: at first, and at most."""
 
 
+class Log:
+    """Records what this worker heard from the others before the first step. If it starts again, it hears the same from
+    here; what changed tensors is left out then, since kept tensors are as they were after it."""
+
+    def __init__(self) -> None:
+        self.told: list[list[str]] = []
+        """The answers of each operation, as JSON can hold them."""
+        self.is_open = False
+        self._at: int | None = None
+
+    @property
+    def is_replayed(self) -> bool:
+        return self.is_open and self._at is not None
+
+    def replay(self, told: list[list[str]]) -> None:
+        self.told, self._at = told, 0
+
+    def read(self) -> list[bytes]:
+        assert self._at is not None
+        self._at += 1
+        told = self.told[self._at - 1]
+        # Earlier versions kept rows of numbers as they are.
+        return [struct.pack(f"<{len(e)}d", *e) if isinstance(e, list) else base64.b64decode(e) for e in told]
+
+    def note(self, answers: list[bytes]) -> None:
+        if self.is_open:
+            self.told.append([base64.b64encode(each).decode() for each in answers])
+
+
 class StoreGroup:
     """Workers with a numbering of their own. Members are named by their rank in the whole run."""
 
     def __init__(self, groups: "StoreGroups", name: str, members: Sequence[int]) -> None:
         self.name, self.members, self.number = name, list(members), 0
-        self._groups, self._store, self._rank = groups, groups.session.store, groups.rank
+        self._groups, self._rank = groups, groups.rank
         self._lock = threading.Lock()
         """Two threads change what is given: one gives, one forgets."""
         self._under_way: set[int] = set()
@@ -42,12 +73,16 @@ class StoreGroup:
         """By operation: whom we wait for."""
         self.given = self._given_before = frozenset[int]()
         """The operations of which our contribution lies in the store; and those of which it lay there at the start."""
-        if groups.session.claim.was_held:
-            found = [_KEY.fullmatch(key) for key in self._store.keys(f"link-{name}")]
-            numbers = frozenset(int(key["number"]) for key in found if key and int(key["rank"]) == self._rank)
-            self.given = self._given_before = numbers
-        self._told_before = groups.told_before.get(name, 0)
+        self._told_before = 0
         groups.add(self)
+
+    def open(self, session: StoreSession) -> None:
+        self._store = session.store
+        if session.claim.was_held:
+            keys = [_KEY.fullmatch(key) for key in self._store.keys(f"link-{self.name}")]
+            numbers = frozenset(int(key["number"]) for key in keys if key and int(key["rank"]) == self._rank)
+            self.given = self._given_before = numbers
+        self._told_before = self._groups.told_before.get(self.name, 0)
 
     @property
     def position(self) -> int:
@@ -181,10 +216,12 @@ class StoreGroups:
     Each worker's mark says, for every group, before which operation it needs nothing, and how far it has come.
     """
 
-    def __init__(self, session: StoreSession, rank: int, ranks: Sequence[int], *, keeps: bool) -> None:
-        self.session, self.rank, self._ranks, self._keeps = session, rank, ranks, keeps
+    def __init__(self, rank: int, ranks: Sequence[int], *, keeps: bool) -> None:
+        self.rank, self._ranks, self._keeps = rank, ranks, keeps
+        self.log = Log()
         self.sums = Background(IN_FLIGHT, "potluck-sum")
-        self.told_before: Position = self._mark_of(rank)["floors"] if session.claim.was_held else {}
+        self._session: StoreSession | None = None
+        self.told_before: Position = {}
         self._groups: dict[str, StoreGroup] = {}
         self._planned: Position = {}
         """Where groups that are not made yet will begin."""
@@ -192,7 +229,19 @@ class StoreGroups:
         self._changed, self._closing = threading.Event(), threading.Event()
         # A thread, so that no operation of training waits for a mark to be written, or for old objects to be deleted.
         self._teller = threading.Thread(target=self._tell_and_forget, name="potluck-tell", daemon=True)
+
+    def open(self, session: StoreSession) -> None:
+        self._session = session
+        if session.claim.was_held:
+            self.told_before = self._mark_of(self.rank)["floors"]
+        for group in self._groups.values():
+            group.open(session)
         self._teller.start()
+
+    @property
+    def session(self) -> StoreSession:
+        assert self._session is not None, "nobody speaks before the store is known to be this run's"
+        return self._session
 
     @property
     def position(self) -> Position:
@@ -206,6 +255,8 @@ class StoreGroups:
 
     def add(self, group: StoreGroup) -> None:
         self._place(group)
+        if self._session is not None:
+            group.open(self._session)
         self._groups = self._groups | {group.name: group}  # a new one, since another thread reads it
 
     def _place(self, group: StoreGroup) -> None:
@@ -230,6 +281,8 @@ class StoreGroups:
         return bool(mark["ended"]) and mark["next"].get(group, 0) <= number
 
     def close(self) -> None:
+        if self._session is None:
+            return
         self._closing.set()
         self._changed.set()
         self._teller.join()

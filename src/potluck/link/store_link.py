@@ -4,7 +4,6 @@ Every operation has a number, every rank puts its contribution under it, and rea
 of rank, so that all get the same bits. When contributions go: store_group.py.
 """
 
-import base64
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,9 +16,8 @@ from potluck.coded_numbers import Coding
 from potluck.coded_tensors import decode, encode
 from potluck.errors import TheirProtocolError
 from potluck.link.link import Done, Here, Link, Pending, Rows
-from potluck.link.store_group import EVERYBODY, Position, StoreGroup, StoreGroups
+from potluck.link.store_group import EVERYBODY, Log, Position, StoreGroup, StoreGroups
 from potluck.store.sessions import StoreSession
-from potluck.store.store import Store
 from potluck.store.tensors import about_of, start_to_host
 from potluck.tensor_bytes import buffer, from_bytes, to_bytes
 
@@ -33,10 +31,16 @@ class StorePart(Link):
         self._groups = groups
         self._group = StoreGroup(groups, name, members)
 
+    @property
+    def log(self) -> Log:
+        return self._groups.log
+
     def part(self, groups: Sequence[Sequence[int]]) -> "StorePart":
         raise AssertionError("groups are of the whole world's ranks")
 
     def start_sum(self, tensor: Tensor) -> Pending:
+        if self.log.is_replayed:
+            return Done()
         number, about = self._group.next(), about_of(tensor)
         on_host = start_to_host(tensor)
         sending = self._group.give(number, lambda: buffer(on_host()), about)
@@ -57,6 +61,8 @@ class StorePart(Link):
 
     def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
         """Everybody adds up what all gave, so it is coded only once."""
+        if self.log.is_replayed:
+            return Done()
         number, gathered = self._start_gather(to_bytes(encode(coding, tensor).cpu()))
 
         def finish() -> None:
@@ -74,21 +80,24 @@ class StorePart(Link):
         return _Operation(self._group, number, finish)
 
     def start_gather(self, row: Sequence[float]) -> Rows:
-        number, gathered = self._start_gather(struct.pack(f"<{len(row)}d", *row))
-
-        def finish() -> list[list[float]]:
-            found = self._group.wait(number, gathered)
-            return [list(struct.unpack(f"<{len(data) // 8}d", data)) for data in found]
-
-        return _Gather(self._group, number, finish, gathered)
+        packed = struct.pack(f"<{len(row)}d", *row)
+        if self.log.is_open:
+            return Here(_unpack(self.gather_bytes(packed)))
+        number, gathered = self._start_gather(packed)
+        return _Gather(self._group, number, lambda: _unpack(self._group.wait(number, gathered)), gathered)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
+        if self.log.is_replayed:
+            return self.log.read()
         number, gathered = self._start_gather(data)
-        found: list[bytes] = self._group.wait(number, gathered)
+        answers: list[bytes] = self._group.wait(number, gathered)
         self._group.finished(number)
-        return found
+        self.log.note(answers)
+        return answers
 
     def broadcast(self, tensor: Tensor) -> None:
+        if self.log.is_replayed:
+            return
         number, about = self._group.next(), about_of(tensor)
         if self.rank == 0:
             on_host = start_to_host(tensor)
@@ -121,14 +130,21 @@ class StorePart(Link):
 
 
 class StoreLink(StorePart):
-    """All workers of a run. Ranks are given, not found."""
+    """All workers of a run. Ranks are given, not found.
 
-    def __init__(self, store: Store, rank: int, world: int, *, keeps: bool = False) -> None:
+    Before the first step workers tell each other what they are and how the model is cut. One that was killed kept what
+    it was told in a log, and hears the same again, while the others are long past it.
+    """
+
+    def __init__(self, rank: int, world: int, *, keeps: bool = False) -> None:
         """`keeps`: nothing is deleted before all ranks have called durable() behind it."""
         assert 0 <= rank < world, (rank, world)
-        session = StoreSession(store, f"worker-{rank}", f"worker {rank}")
-        super().__init__(StoreGroups(session, rank, range(world), keeps=keeps), EVERYBODY, range(world))
+        super().__init__(StoreGroups(rank, range(world), keeps=keeps), EVERYBODY, range(world))
         self._parts = 0
+
+    def open(self, session: StoreSession) -> None:
+        """Begin to speak: the store is known to be this run's. Ranks and parts are known before."""
+        self._groups.open(session)
 
     def part(self, groups: Sequence[Sequence[int]]) -> StorePart:
         own = next((index for index, ranks in enumerate(groups) if self.rank in ranks), None)
@@ -173,114 +189,5 @@ class _Gather(_Operation):
         return self._gathered.done()
 
 
-class Log:
-    """Records what this worker heard from the others before the first step. If it starts again, it hears the same from
-    here."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-        self._at: int | None = None
-        self.is_open = True
-
-    def hear_again(self, told: list[Any]) -> None:
-        self.told, self._at = told, 0
-
-    def hear(self, ask: Callable[[], Any]) -> Any:
-        """An answer that is JSON; afterwards nothing is logged."""
-        if not self.is_open:
-            return ask()
-        if self._at is None:
-            self.told.append(ask())
-            return self.told[-1]
-        self._at += 1
-        return self.told[self._at - 1]
-
-    def change(self, start: Callable[[], Pending]) -> Pending:
-        """Start an operation that changes tensors; on a replay it is left out, since kept tensors are as they were
-        after it."""
-        if self.is_open and self._at is not None:
-            return Done()
-        return start()
-
-    def seal(self) -> None:
-        self.is_open = False
-
-
-class DeferredStoreLink:
-    """Links to a StoreLink that is made once the store is ours; its parts are made then, in the order they were asked
-    for."""
-
-    def __init__(self) -> None:
-        self._links: list[StorePart] = []
-        """The whole, and then its parts."""
-        self._asked: list[Sequence[Sequence[int]]] = []
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._links)
-
-    def open(self, link: StoreLink) -> None:
-        self._links = [link, *(link.part(groups) for groups in self._asked)]
-
-    def ask_for(self, groups: Sequence[Sequence[int]]) -> int:
-        """The number of a part."""
-        self._asked.append(groups)
-        if self._links:
-            self._links.append(self._links[0].part(groups))
-        return len(self._asked)
-
-    def link(self, number: int) -> StorePart:
-        assert self._links, "nobody speaks before the store is known to be this run's"
-        return self._links[number]
-
-
-class ReplayedLink(Link):
-    """A StoreLink whose operations before the first step are heard from a log, when a worker starts again.
-
-    Before that step workers tell each other what they are and how the model is cut. One that was killed kept what it
-    was told, and hears the same again, while the others are long past it.
-    """
-
-    def __init__(self, rank: int, world: int, log: Log, door: DeferredStoreLink, number: int = 0) -> None:
-        self.rank, self.world, self.log, self.door, self._number = rank, world, log, door, number
-
-    @property
-    def inner(self) -> StorePart:
-        return self.door.link(self._number)
-
-    def part(self, groups: Sequence[Sequence[int]]) -> "ReplayedLink":
-        mine = next(list(ranks) for ranks in groups if self.rank in ranks)
-        return ReplayedLink(mine.index(self.rank), len(mine), self.log, self.door, self.door.ask_for(groups))
-
-    def start_sum(self, tensor: Tensor) -> Pending:
-        return self.log.change(lambda: self.inner.start_sum(tensor))
-
-    def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
-        return self.log.change(lambda: self.inner.start_coded_sum(tensor, coding))
-
-    def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
-        rows: list[list[float]] = self.log.hear(lambda: self.inner.gather_rows(row))
-        return rows
-
-    def start_gather(self, row: Sequence[float]) -> Rows:
-        if self.log.is_open:
-            return Here(self.gather_rows(row))
-        return self.inner.start_gather(row)
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        told = self.log.hear(lambda: [base64.b64encode(each).decode() for each in self.inner.gather_bytes(data)])
-        return [base64.b64decode(each) for each in told]
-
-    def broadcast(self, tensor: Tensor) -> None:
-        def start() -> Pending:
-            self.inner.broadcast(tensor)
-            return Done()
-
-        self.log.change(start).wait()
-
-    def fetch(self, numbers: Tensor, of: int) -> None:
-        self.inner.fetch(numbers, of)
-
-    def close(self) -> None:
-        if self.door.is_open:
-            self.inner.close()
+def _unpack(rows: list[bytes]) -> list[list[float]]:
+    return [list(struct.unpack(f"<{len(row) // 8}d", row)) for row in rows]

@@ -22,7 +22,7 @@ from potluck.errors import StoreError, TheirProtocolError
 from potluck.events import EventLog
 from potluck.fleet.file_stream import FileStreamReceiver, stream_chunks, stream_header
 from potluck.link.link import Alone, Link
-from potluck.link.store_link import DeferredStoreLink, Log, ReplayedLink, StoreLink
+from potluck.link.store_link import StoreLink
 from potluck.save import checkpoint_folder, parts, state
 from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, new_aside, tensor_chunks
 from potluck.save.left_out import check_left_out, leave_out
@@ -32,7 +32,7 @@ from potluck.sharding.ranges import Ranges
 from potluck.sharding.sharded import Sharded
 from potluck.stages.datastore import StoreChannel
 from potluck.stages.protocol import DataStore
-from potluck.store.sessions import Tenant, move_in
+from potluck.store.sessions import StoreSession, Tenant, move_in
 from potluck.store.store import Store
 
 if TYPE_CHECKING:
@@ -73,20 +73,20 @@ class StoreRun:
         self.kept: StoredProgress | None = None
         self._run = ""
         """The id of the run whose store this is, once that is ours."""
-        self._place = rank, world, keeps
-        self.link = ReplayedLink(rank, world, Log(), DeferredStoreLink())
+        self.link = StoreLink(rank, world, keeps=keeps)
+        self.link.log.is_open = self.every is not None
         self._channel: StoreChannel | None = None
 
     def meet(self, tenant: Tenant) -> None:
         """Makes this worker's place its own, if the store is this run's or nobody's; else another run is there."""
-        rank, world, keeps = self._place
+        rank = self.link.rank
         self._run = move_in(self._hall, tenant, rank)
-        self._whole = StoreLink(self._hall, rank, world, keeps=keeps)
-        self.kept = self._look()
+        session = StoreSession(self._hall, f"worker-{rank}", f"worker {rank}")
+        self.kept = self._look()  # once the place is ours: the one before us may yet have kept itself
+        self.link.open(session)
         if self.kept is not None:
-            self._whole.stand_at(self.kept.notes["position"])
-            self.link.log.hear_again(self.kept.notes["told"])
-        self.link.door.open(self._whole)
+            self.link.stand_at(self.kept.notes["position"])
+            self.link.log.replay(self.kept.notes["told"])
 
     def _open(self, run: str) -> Store:
         protocol = self._protocol
@@ -99,8 +99,8 @@ class StoreRun:
     def keep(self, sharded: Sharded, notes: dict[str, Any], passes: int, without: Container[str] = ()) -> None:
         """If it is killed, this worker resumes here, and what came before may go. `passes`: of micro-batches so far.
         `without`: entries of the model's state_dict that are left out."""
-        self.link.log.seal()
-        position = self._whole.position
+        self.link.log.is_open = False
+        position = self.link.position
         told = notes | {"position": position, "told": self.link.log.told, "run": self._run}
         model, optimizer = parts.model_part(sharded, without=without), parts.optimizer_part(sharded)
         chunks = {
@@ -112,7 +112,7 @@ class StoreRun:
         self._give(self._key, json.dumps(sizes), itertools.chain.from_iterable(chunks.values()))
         if self._channel is not None:
             self._channel.consumed(passes)
-        self._whole.durable(position)
+        self.link.durable(position)
 
     def forget(self, passes: int) -> None:
         """Let go of what came in these passes, where nothing is kept."""
@@ -144,7 +144,7 @@ class StoreRun:
         if not self._run:
             self.close()
             return
-        self._whole.durable()
+        self.link.durable()
         if self._channel is not None:
             self._channel.end()
         # Also files that nobody took since they were given twice, and what was being written when we were killed.
