@@ -7,10 +7,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from potluck.sharding.sharded import Sharded
+
 
 def home() -> torch.device:
     """Where engines train. Judges do too: dropout draws other numbers on a GPU than on a CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def sharded_of(engine: Any) -> Sharded:
+    """How this rank's part of a split model lies."""
+    sharded = engine.run.prepared().sharded
+    assert sharded is not None
+    return sharded  # type: ignore[no-any-return]
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums, _CodedSum
 from potluck.link.link import Done, GroupLink
 from potluck.sharding.collectives import CodedScatter, Collectives
+from tests.gathered import sharded_of
 from tests.parity.test_cadence import whole
 from tests.parity.test_uneven import whole as whole_of_uneven
 from tests.quick import first_of
@@ -129,7 +130,7 @@ def ours(wire: Any, poison: int = -1, strategy: Any = NoShard()) -> dict[str, An
                 fleet.backward(loss, samples=len(x))
                 fleet.step()
         is_uneven = isinstance(strategy, FullShard) and strategy.weights
-        weights = whole_of_uneven(fleet.run.sharded()) if is_uneven else {"": whole(model)}
+        weights = whole_of_uneven(sharded_of(fleet)) if is_uneven else {"": whole(model)}
         return {"weights": torch.cat([one.reshape(-1) for one in weights.values()]), "events": events}
 
 

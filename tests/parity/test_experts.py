@@ -17,7 +17,7 @@ from potluck import FullShard, HybridShard, ShardGradOp, StepConfig, Sync
 from potluck.data.rows import mix
 from potluck.engine.engine import Engine
 from potluck.link.link import connect
-from tests.gathered import gathered, home
+from tests.gathered import gathered, home, sharded_of
 from tests.quick import first_of
 from tests.ranks import run_ranks
 
@@ -189,8 +189,8 @@ def train(link: Any, strategy: Any, name: str, kind: str, step: StepConfig, micr
 def stepped(engine: Engine) -> dict[str, float]:
     """How often the optimizer has stepped what this rank owns of each parameter."""
     found = {}
-    for run in engine.run.sharded().runs:
-        state = engine.run.sharded().optimizer.state.get(run.parameter, {})
+    for run in sharded_of(engine).runs:
+        state = sharded_of(engine).optimizer.state.get(run.parameter, {})
         found |= {run.span.name: float(state["step"])} if "step" in state else {}
     return found
 
@@ -198,7 +198,7 @@ def stepped(engine: Engine) -> dict[str, float]:
 def weights(engine: Engine) -> dict[str, Tensor]:
     """As one process has them, put together from all ranks' runs."""
     found = {}
-    sharded = engine.run.sharded()
+    sharded = sharded_of(engine)
     for name, spec in sharded.split.items():
         whole = torch.zeros(spec.shape, dtype=torch.float64).view(-1)
         for run in (*sharded.runs, *sharded.rest):

@@ -13,18 +13,18 @@ FRONT = {"train", "finetune", "integrations", "page", "trackers", "show", "hub",
 TOP = {"cli", "doctor", "__init__", "composition"}
 
 # What the front uses of the core beside `from potluck import ...`: files on the disk, rows of a dataset, invites and
-# connections to a host. launch/host is the host itself. Nothing here is a run that computes, but for Joined: a worker
-# that was invited to a recipe hears what to train after it has joined, and not before, as with init().
+# connections to a host, and a host's recorded inputs. launch/host is the host itself. Nothing here is a run that
+# computes, but for Joined: a worker that was invited to a recipe hears what to train after it has joined, and not before, as with init().
 MAY_IMPORT = {
     "train": "data.source save.run_folder save.checkpoint_folder save.export",
     "finetune": "save.checkpoint_folder save.export sharding.stored",
     "integrations": "data.source data.rows data.stream",
     "page": "fleet.invite fleet.connection fleet.host_connector fleet.pipe fleet.watchers wire.messages",
     "cluster": "fleet.invite save.run_folder",
-    "commands": "fleet.invite save.checkpoint_folder save.export",
+    "commands": "fleet.flight fleet.invite fleet.replaying fleet.waits save.checkpoint_folder save.export",
     "launch": "agree.terms composition engine.start link.link link.ranks save.checkpoint_folder"
     " save.checkpoint_receiver save.export save.run_folder wire.words fleet.base_folder fleet.coordinator"
-    " fleet.description fleet.effects fleet.invite fleet.journal fleet.server",
+    " fleet.description fleet.effects fleet.flight fleet.invite fleet.journal fleet.server",
 }
 PARTS = {"lifecycle", "rounds"}
 """Parts of an engine that nothing else is called."""

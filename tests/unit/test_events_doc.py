@@ -35,7 +35,7 @@ finite are the strings `"nan"`, `"inf"` and `"-inf"`. A line that a crash cut sh
 In Python they are the classes of `potluck.events`, which `fleet.on(StepDone, callback)` and the `callbacks` of
 `Trainer` hear. Who hears what:
 
-- A run of one, `potluck run -n N` and `potluck train`: every worker hears of steps, decisions, epochs, validations of
+- A run of one, `potluck run SCRIPT` and `potluck train`: every worker hears of steps, decisions, epochs, validations of
   `Trainer`, and of its own beginning and end. Rank 0 alone hears of checkpoints; its events are in `events.jsonl`.
 - Under a host, a worker hears its own view: of each step that it applies, with all workers' parts of it, of epochs,
   validations and notices. Who comes and goes, stalls, or saves is told to the host; its `events.jsonl` has all of it.

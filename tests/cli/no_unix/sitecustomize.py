@@ -25,9 +25,9 @@ def import_without_unix(name, globals=None, locals=None, fromlist=(), level=0): 
 
 builtins.__import__ = import_without_unix
 for owner, names in (
-    (os, "killpg getuid geteuid getppid memfd_create pread pwrite pwritev sysconf sched_getaffinity"),
+    (os, "killpg getuid geteuid memfd_create pread pwrite pwritev sysconf sched_getaffinity"),
     (os, "O_CLOEXEC O_NOFOLLOW O_NONBLOCK"),
-    (signal, "SIGKILL SIGHUP SIGUSR1"),
+    (signal, "SIGKILL SIGHUP SIGUSR1 SIGQUIT"),
     (select, "poll"),
     (socket, "AF_UNIX SO_PEERCRED TCP_USER_TIMEOUT TCP_CONGESTION MSG_DONTWAIT MSG_CMSG_CLOEXEC send_fds recv_fds"),
     (socket.socket, "sendmsg recvmsg recvmsg_into"),
