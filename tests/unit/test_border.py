@@ -14,7 +14,8 @@ TOP = {"cli", "doctor", "__init__", "composition"}
 
 # What the front uses of the core beside `from potluck import ...`: files on the disk, rows of a dataset, invites and
 # connections to a host, and a host's recorded inputs. launch/host is the host itself. Nothing here is a run that
-# computes, but for Joined: a worker that was invited to a recipe hears what to train after it has joined, and not before, as with init().
+# computes, but for Joined: a worker that was invited to a recipe hears what to train after it has joined, and not
+# before, as with init().
 MAY_IMPORT = {
     "train": "data.source save.run_folder save.checkpoint_folder save.export",
     "finetune": "save.checkpoint_folder save.export sharding.stored",
