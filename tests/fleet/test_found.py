@@ -19,7 +19,9 @@ from potluck.fleet.member_effects import Rejoin, SendToHost
 from potluck.fleet.membership import Membership, WorkerPhase
 from potluck.wire.messages import (
     SAVE,
+    STEPPED,
     Admitted,
+    Committed,
     EvaluateNext,
     Gather,
     Heartbeat,
@@ -29,6 +31,7 @@ from potluck.wire.messages import (
     StateChunk,
     StateMore,
     Welcome,
+    Work,
 )
 from tests.fleet.simulation import simulate
 from tests.fleet.test_coordinator import effects_of, hello, ready
@@ -417,6 +420,77 @@ def test_one_that_has_applied_a_step_does_not_wait_for_ever_for_one_that_hangs_a
     assert faults.fired == ["cut w0", "stall w0", "stall w0"] and ahead.is_alive and behind.state.step == 1
 
 
+AVERAGED = settings_of(Auto(anchor=1, together=0.0, moments=True))
+AUTO = described(policy="auto", settings=AVERAGED, rows_limit=EPOCHS * ROWS)
+
+
+def come_back(run: Fleet, *, has_stepped: bool) -> Admitted:
+    """One with the run's weights, whose optimizer may have stepped in a window that was never agreed on."""
+    line, (told, *_) = run.stranger(), run.core.digests.told[run.standing().version].values()
+    held = ready(step=run.standing().version, holds=STEPPED if has_stepped else 1)
+    for message in (hello("away"), replace(held, digest=told.digest, description=AUTO.to_json())):
+        line.send(message)
+    run.run_for(0.05)
+    (admitted,) = [message for message in line.received if isinstance(message, Admitted)]
+    return admitted
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_one_whose_optimizer_has_stepped_by_itself_is_not_in_a_step_that_all_take_together(has_stepped: bool) -> None:
+    """The run went back while it was away, and came to the same weights. The average would make others of its own."""
+    run = Fleet(workers=1, description=AUTO)
+    run.run_until(lambda: run.standing().version == 1 and run.member("w0").applied == 1)
+    assert run.core.rounds.is_together
+    assert bool(come_back(run, has_stepped=has_stepped).wait) == has_stepped
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_who_comes_back_first_with_an_optimizer_that_has_stepped_begins_with_a_window(has_stepped: bool) -> None:
+    run = Fleet(workers=1, description=AUTO)
+    run.run_until(lambda: run.standing().version == 1 and run.member("w0").applied == 1)
+    run.workers["w0"].kill()
+    run.run_until(lambda: run.member("w0") is None)
+    assert not come_back(run, has_stepped=has_stepped).wait
+    assert bool(run.told(Decided)[-1].anchor) == has_stepped
+
+
+def test_a_worker_tells_that_it_was_in_a_window_until_one_is_agreed_on() -> None:
+    member, welcome = Member(), Welcome(0, 1000, "")
+    member.version = 1
+
+    def holds() -> int:
+        *_, said = member.present(welcome, "", "a digest", rows_seen=16, is_same=True)
+        assert isinstance(said, SendToHost) and isinstance(said.message, Ready)
+        return said.message.holds
+
+    nodes, sizes = np.array([0, 2], "<u4"), np.array([8, 0], "<u4")
+    member.hear(0.0, Work(2, 0, 16, 8, 2, nodes, sizes, 4))
+    member.take()
+    assert holds() == 1 and member.begin() is not None
+    assert holds() == STEPPED
+    member.agree(Committed(2, 8, 8.0, 0.0, b"", 0, 0, "{}", b""))
+    assert holds() == 1
+
+
+def test_a_window_is_not_computed_again_that_the_disk_is_writing() -> None:
+    """All of it has come. Who had it is gone, and the first to come back has the window before: with other bits, the
+    window would have the first one's checkpoint."""
+    faults = FaultScript().cut("w0", at_step=2, phase="sent")
+    run = Fleet(workers=2, faults=faults, description=WINDOWED, save_every=2)
+    recorded = list[int]()
+    run.on_record = lambda record: recorded.append(record.step)
+    run.disk.late_s = 2 * PATIENCE_S
+    run.run_until(lambda: bool(faults.fired))
+    behind, ahead = run.workers.values()
+    behind.clock.stop(3.0)
+    run.run_until(lambda: run.core.saving.is_last_coming)
+    ahead.kill()
+    run.run_until(lambda: run.member("w0") is not None)
+    assert behind.state.step == 1 and ahead.state.step == 2
+    run.finish()
+    assert recorded.count(2) == 1
+
+
 def test_a_value_that_comes_as_the_host_wakes_is_not_waited_with_for_longer_than_another() -> None:
     """The pause was before it, so the others are waited for as long as ever."""
     simulate(9900002452, "sync", Counter())
@@ -440,6 +514,7 @@ def test_a_value_that_comes_as_the_host_wakes_is_not_waited_with_for_longer_than
         pytest.param(
             9300008793, "sync", id="weights of before the run went back are the same, and their momentum is not"
         ),
+        pytest.param(9930002671, "auto", id="a second gradient of a step is none, of another worker's slice"),
         pytest.param(2611171126, "async", id="the last worker is so far away that it evaluates for half a minute"),
     ],
 )

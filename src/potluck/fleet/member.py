@@ -38,6 +38,7 @@ from potluck.wire.messages import (
     FOR_ALL,
     LET_GO,
     SAVE,
+    STEPPED,
     Admitted,
     Committed,
     Evaluated,
@@ -128,6 +129,8 @@ class Member:
         self._is_damaged = False
         """They changed while no code of the loop ran, or are of a step that the run went back to before."""
         self._rows_seen = 0
+        self._has_stepped = False
+        """Its optimizer has stepped in a window that it has not seen agreed on."""
 
     @property
     def is_over(self) -> bool:
@@ -167,7 +170,7 @@ class Member:
         if holds and (is_changed or not is_same):
             digest = ""  # this host may not have heard the one that was told before
             said.append(Say("This worker's weights are not those of their last step any more; it gets them anew."))
-        ready = Ready(description, self.version, digest, int(holds))
+        ready = Ready(description, self.version, digest, STEPPED if holds and self._has_stepped else int(holds))
         return [SkipAverages(self.version), *said, SendToHost(ready)]
 
     def lost(self, why: str) -> list[MemberEffect]:
@@ -268,7 +271,7 @@ class Member:
         self.version = self._loaded_at = version
         self.saved = self.saved if self.saved.step <= version else Saved(0, "", "")  # the run may have gone back
         self.save_due = self.saved.step  # what was due before is of a state that this worker no longer has
-        self._changed_at, self._is_damaged = -1, False
+        self._changed_at, self._is_damaged, self._has_stepped = -1, False, False
         self._later = deque(message for message in self._later if message.step > version)
         self.phase, self.is_in, self.is_replaying = MemberPhase.IN, True, True
         self.turn += 1
@@ -344,10 +347,12 @@ class Member:
         work, self.work = self.work, None
         if work is not None:
             self.is_replaying = False
+            self._has_stepped |= work.batch > 0
         return work
 
     def agree(self, committed: Committed) -> None:
         self.committed, self.version, self.work = committed, committed.step, None
+        self._has_stepped = False
 
     def changed(self, *, in_step: bool) -> list[MemberEffect]:
         """The weights are not what the host was told: a bit that flipped must not reach the others.

@@ -153,6 +153,10 @@ class StepPlanner:
         """The step after which all workers' optimizers are known to hold the same; in a window they part. Before the
         first step they do, but not where the run was led before: it may have gone back to its beginning."""
 
+    def part(self) -> None:
+        """A worker takes part whose optimizer is not known to hold what the others' do."""
+        self._alike_at = -1
+
     def plan(self, working: list[WorkerRecord]) -> StepPlan | None:
         """The next step. None: the run is over."""
         run, standing, policy = self._run, self._run.standing, self._run.described.windowed

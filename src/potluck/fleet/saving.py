@@ -22,6 +22,8 @@ class Saving:
         self.due: SaveDue | None = None
         self.sender: int | None = None
         """The peer whose state is on its way to the disk."""
+        self._step = 0
+        """The step that it is of."""
         self._left = 0
         """Bytes of it that have yet to come."""
         self.is_writing = False
@@ -43,6 +45,11 @@ class Saving:
     @property
     def is_last_kept(self) -> bool:
         return bool(self.saved.folder) and self.saved.step == self._run.standing.version
+
+    @property
+    def is_last_coming(self) -> bool:
+        """Whether the disk writes the last step, all of which has come."""
+        return self.is_writing and self._step == self._run.standing.version
 
     @property
     def is_under_way(self) -> bool:
@@ -120,7 +127,7 @@ class Saving:
 
     def begin(self, member: WorkerRecord, begin: StateBegin, total: int) -> Effect:
         self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
-        self.is_writing = total <= 0
+        self._step, self.is_writing = begin.step, total <= 0
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
     def take(self, member: WorkerRecord, chunk: StateChunk) -> Effect | None:

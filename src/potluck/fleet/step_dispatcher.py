@@ -93,6 +93,15 @@ class StepDispatcher:
         run.skip_ahead()
         return self.start()
 
+    @property
+    def is_together(self) -> bool:
+        """Whether all take the step under way together, where others are windows."""
+        return self.now is not None and self.now.decision is not None and self.now.decision.together
+
+    def part(self) -> None:
+        """A worker takes part whose optimizer has stepped by itself: the next step is a window, if they matter."""
+        self._planner.part()
+
     def _working(self, step: int) -> list[WorkerRecord]:
         """List the workers that can be given something of that step."""
         able = [m for m in self._run.membership.ready if not m.leaving and m.since <= step and not m.is_relieved]

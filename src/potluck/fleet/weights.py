@@ -19,7 +19,7 @@ from potluck.fleet.plain_peers import PlainPeers
 from potluck.fleet.saving import Saving
 from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.transfers import Transfers
-from potluck.wire.messages import Admitted, Applied, Ready
+from potluck.wire.messages import STEPPED, Admitted, Applied, Ready
 
 
 @dataclass
@@ -93,6 +93,8 @@ class Weights:
             return self._admit(member, ready, since=ready.step + 1)
         known = self.digests.told.get(ready.step, {})
         same = any(ready.digest == told.digest for told in known.values()) or self.digests.is_agreed(ready)
+        if ready.holds == STEPPED and self.rounds.is_together:
+            return self.transfers.catch_up(member)  # its optimizer would make other weights of the step's average
         if ready.step == step and (same or (holds and not known and self._is_repeatable)):
             return self._admit(member, ready, since=step + 1)
         return self.transfers.catch_up(member)
@@ -131,7 +133,7 @@ class Weights:
         have other bits, workers that have ended with it would have other weights than the rest."""
         if self._is_repeatable:
             return False
-        if self.saving.is_last_kept:
+        if self.saving.is_last_kept or self.saving.is_last_coming:
             return True
         came = 1 + sum(bool(theirs.holds) for _, theirs in self.waiting)
         return self._is_anybody_expected(besides=came)
@@ -139,7 +141,8 @@ class Weights:
     def _is_as_kept(self, ready: Ready) -> bool:
         """Whether weights of the last step may be taken for those of its checkpoint, if there is one: a run that has
         begun anew comes to the same number with other bits, and what was agreed on is forgotten where it goes back."""
-        return self._is_repeatable or not self.saving.is_last_kept or self.digests.is_agreed(ready)
+        is_any = self.saving.is_last_kept or self.saving.is_last_coming
+        return self._is_repeatable or not is_any or self.digests.is_agreed(ready)
 
     @property
     def _is_repeatable(self) -> bool:
@@ -167,6 +170,8 @@ class Weights:
 
     def _admit(self, member: WorkerRecord, ready: Ready, since: int) -> list[Effect]:
         member.applied, member.since, member.held = ready.step, since, ready.step
+        if ready.holds == STEPPED:
+            self.rounds.part()
         return [
             *self.digests.admit(member, ready),
             Send(member.peer, Admitted(ready.step, 0, self.run.standing.to_wire())),
@@ -219,6 +224,8 @@ class Weights:
         if not is_anybody_waiting or run.membership.holders or self.is_restoring:
             return []
         if self._is_anybody_expected() and not self.saving.is_last_kept:
+            return []
+        if self.saving.is_last_coming:  # the disk says soon whether the last step is there
             return []
         return self._continue_without_them()
 

@@ -17,6 +17,8 @@ TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
 LET_GO = 6
 """The code of a Refusal in place of Shutdown: the run continues without this worker, which a person let go."""
+STEPPED = 2
+"""Ready.holds of a worker whose optimizer has stepped by itself since the step whose weights it holds."""
 FOR_ALL = 2
 """Leave.finished of a worker whose run ends where it is, though rows are left."""
 SAVE = 0
@@ -215,7 +217,7 @@ class Ready(Message):
     step: U64
     digest: String
     holds: U8
-    """0: weights of my own making; 1: weights of this run."""
+    """0: weights of my own making; 1: weights of this run; 2: those, and see STEPPED."""
 
 
 class Admitted(Message):

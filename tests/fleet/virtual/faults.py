@@ -25,6 +25,8 @@ class FaultScript:
     def __init__(self) -> None:
         self.pending: list[Fault] = []
         self.fired: list[str] = []
+        self.poisoned: set[int] = set()
+        """Steps in which a gradient is none, or was: a second time in a step is the end of the run."""
         self.flips = False
         """Whether averages may have been formed from wrong weights, and be sent again."""
 
@@ -67,6 +69,7 @@ class FaultScript:
 
     def poison(self, name: str, *, at_step: int, slice: int) -> "FaultScript":
         """One number of its gradient of a slice is none."""
+        self.poisoned.add(at_step)
         return self._add("poison", name, at_step, "gradient", slice=slice)
 
     def poison_loss(self, name: str, *, at_step: int, slice: int) -> "FaultScript":

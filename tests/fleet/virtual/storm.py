@@ -189,7 +189,8 @@ def any_machine(draw: random.Random) -> dict[str, Any]:
 def script_any_faults(faults: FaultScript, name: str, after: int, draw: random.Random) -> None:
     """Where exactly in its work something happens to a worker."""
     step = after + draw.randint(1, 6)
-    if draw.random() < 0.1 and not any(fault.kind == "poison" for fault in faults.pending):
+    is_any_pending = any(fault.kind == "poison" for fault in faults.pending)
+    if draw.random() < 0.1 and not is_any_pending and step not in faults.poisoned:
         faults.poison(name, at_step=step, slice=draw.randint(0, 4))
     if draw.random() < 0.3:
         faults.stall(name, at_step=step, seconds=draw.choice([1, 5, 60]), phase=draw.choice(PHASES))
