@@ -33,7 +33,7 @@ STEADY = 6
 
 
 def measure(quick: bool) -> Result:
-    FORKED.set_forkserver_preload(["torch", "potluck.engine.host_rounds", "bench.pause"])
+    FORKED.set_forkserver_preload(["torch", "potluck.engine.host_table", "bench.pause"])
     kills = 2 if quick else 10
     pauses, details = [], {}
     for workers in (2, 3):

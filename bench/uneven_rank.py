@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("torch._dynamo", "torch.nn.parallel", "potluck.train.recipe", "potluck.engine.windows", "bench.mixed")
+PRELOADED = ("torch._dynamo", "torch.nn.parallel", "potluck.train.recipe", "potluck.engine.group_table", "bench.mixed")
 PATIENCE_S = 100.0
 
 

@@ -160,7 +160,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
 
         def on_step(fleet: Any) -> None:
             save_every = options.get("save_every")
-            if save_every and not fleet.lifecycle.is_replaying and fleet.step_number % save_every == 0:
+            if save_every and not fleet.table.is_replaying and fleet.step_number % save_every == 0:
                 fleet.save(place)
             if options.get("slow_s"):
                 time.sleep(options["slow_s"])

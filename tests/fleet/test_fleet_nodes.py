@@ -127,9 +127,9 @@ def record_the_largest(place: Path, rank: int) -> None:
     def noted(self: Any) -> None:
         if Watch.largest:
             watch.__exit__(None, None, None)
-            client = self.lifecycle.client._client
+            client = self.table.client._client
             averages = len(client._one) if isinstance(client, Client) and client._one is not None else 0
-            parts = [part.floats for part in self.lifecycle.description.parts]
+            parts = [part.floats for part in self.table.description.parts]
             found = [Watch.largest, averages, max(parts), sum(parts)]
             (place / f"largest-{rank}").write_text(" ".join(map(str, found)))
             Watch.largest = 0

@@ -121,4 +121,4 @@ def kind_of_mean(dtype: torch.dtype) -> str:
     with potluck.init(Async(), wire="auto") as fleet:
         model, data = nn.Linear(5, 3, dtype=dtype), (torch.zeros(8, 5, dtype=dtype), torch.zeros(8, 3))
         fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=4)
-        return type(fleet.rounds._delta._mean).__name__
+        return type(fleet.table._alone.delta._mean).__name__

@@ -70,7 +70,7 @@ def test_the_core_imports_nothing_of_the_front_before_it_is_asked_to() -> None:
     for code in (
         "import sys, potluck; ",
         begin,
-        begin + "import potluck.engine.host_lifecycle, potluck.fleet.server; ",
+        begin + "import potluck.engine.host_table, potluck.fleet.server; ",
     ):
         code += "print(*{name.split('.')[1] for name in sys.modules if name.startswith('potluck.')})"
         loaded = set(

@@ -203,7 +203,7 @@ def test_shares_are_as_many_as_lanes() -> None:
 
 KINDS = {
     *("Sync", "Cadence", "Async", "NoShard", "FullShard", "ShardGradOp", "HybridShard"),
-    *("Link", "GroupLink", "StoreLink", "Alone", "Loader", "SliceLoader"),
+    *("Link", "GroupLink", "StoreLink", "Alone", "Loader"),
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from potluck.agree.records import Position
-from potluck.data.loader import Loader, SliceLoader
+from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, even_batches, plan_step
 from potluck.data.source import source_of
 from potluck.errors import ConfigError
@@ -141,9 +141,8 @@ def test_batches_that_are_fetched_ahead_are_the_same_also_when_shares_change() -
                 assert loader.current is not None
                 if loader.current.last:
                     loader.seek(replace(loader.position, row=loader.current.step_end))
-                if ahead:
-                    loader.fetch_ahead()
-                    loader.fetch_ahead()
+                if ahead and loader.current.last and loader.current.step_end < 40:
+                    loader.fetch_ahead(loader.step_at(loader.current.step_end)[0])
                 if len(batches) == 4:
                     loader.shares = (2.0, 1.0)
             epochs.append(batches)
@@ -175,17 +174,17 @@ class Noisy:
 
 def windows_of(fetchers: int) -> tuple[list[Any], set[int]]:
     """What a loop sees and draws where a plan tells what to expect, ends a window early, and gives what nobody said."""
-    loader = SliceLoader(Noisy(), BatchConfig(size=4, fetchers=fetchers), device=CPU)
+    loader = Loader(Noisy(), BatchConfig(size=4, fetchers=fetchers), None, device=CPU)
     micros = [MicroBatch(row, row + 2, True, row + 2) for row in range(0, 12, 2)]
 
     def plan() -> Iterator[MicroBatch]:
-        loader.expect(micros[:4])
+        loader.follow((0,), 0, lambda: ((micro, micro.start) for micro in micros[:4]))
         yield from micros[:2]
-        loader.expect(micros[3:5])
+        loader.follow((1,), 6, lambda: ((micro, micro.start) for micro in micros[3:5]))
         yield from micros[3:5]
         yield micros[5]
 
-    loader.plan, loader.seed_of = plan, lambda micro: micro.start
+    loader.plan, loader.seeds_of = plan, lambda micro: (micro.start, micro.start + 100)
     found, readers = [], set()
     for rows, noise, reader in loader:
         found.append([rows.tolist(), noise.tolist(), torch.rand(()).item()])
@@ -220,7 +219,7 @@ class Prepared(Noisy):
 
 def test_what_is_handed_out_is_fetched_as_expected_and_else_by_a_process_that_was_prepared() -> None:
     source = source_of(torch.utils.data.DataLoader(Prepared(), 4, num_workers=1, worker_init_fn=prepared))
-    loader = SliceLoader(source, BatchConfig(size=4, fetchers=1), device=CPU)
+    loader = Loader(source, BatchConfig(size=4, fetchers=1), None, device=CPU)
     asked: list[int] = []
 
     def expected(start: int) -> Iterator[tuple[MicroBatch, int]]:
@@ -233,7 +232,7 @@ def test_what_is_handed_out_is_fetched_as_expected_and_else_by_a_process_that_wa
             loader.follow((0,), row, lambda row=row: expected(row))  # type: ignore[misc]
             yield MicroBatch(row, row + 2, True, row + 4) if row != 4 else MicroBatch(6, 8, True, 8)
 
-    loader.plan, loader.seed_of = plan, lambda micro: micro.start
+    loader.plan, loader.seeds_of = plan, lambda micro: (micro.start, micro.start + 100)
     found = [(rows.tolist(), reader.tolist()[0]) for rows, _, reader in loader]
     assert [rows for rows, _ in found] == [[0, 1], [6, 7], [8, 9]] and asked == [0, 4, 8]
     readers = [reader for _, reader in found]
@@ -253,7 +252,7 @@ def test_nothing_is_fetched_ahead_of_data_that_may_draw_random_numbers() -> None
 
     loader = loader_of(Rows(), size=2)
     next(iter(loader))
-    loader.fetch_ahead()
+    loader.fetch_ahead(loader.step_at(2)[0])
     assert len(seen) == 2
 
 

@@ -23,28 +23,20 @@ class StepDecision:
     """Why the step is skipped, as part of a sentence; none: it is applied."""
 
 
-def decide_step(reports: Sequence[Report], norm_of_sum: float, per: float, clip: float | None) -> StepDecision:
-    """Each worker's gradient was multiplied by its number of samples, and divided by `per`."""
-    samples = sum(report.samples for report in reports)
-    loss_sum = sum(report.loss_sum for report in reports)
+def fault_of(reports: Sequence[Report]) -> str | None:
+    """Why the gradient of these workers is of no use, as far as their losses say so."""
     culprits = [str(rank) for rank, report in enumerate(reports) if not math.isfinite(report.loss_sum)]
-    fault = f"the loss of worker {' and '.join(culprits)} is not finite" if culprits else None
-    return _decide(samples, loss_sum, norm_of_sum, per, clip, fault)
+    return f"the loss of worker {' and '.join(culprits)} is not finite" if culprits else None
 
 
-def decide_alone(samples: float, loss_sum: float, norm_of_sum: float, per: float, clip: float | None) -> StepDecision:
-    """The decision of a replica that steps by itself."""
-    fault = None if math.isfinite(loss_sum) else "the loss is not finite"
-    return _decide(samples, loss_sum, norm_of_sum, per, clip, fault)
-
-
-def _decide(
-    samples: float, loss_sum: float, norm_of_sum: float, per: float, clip: float | None, fault: str | None
+def decide_sum(
+    samples: float, loss: float, norm_of_sum: float, per: float, clip: float | None, fault: str | None = None
 ) -> StepDecision:
+    """Each gradient of the sum was multiplied by its number of samples, and divided by `per`."""
     if not samples:
         return StepDecision(0.0, math.nan, math.nan, math.nan, "the step has no samples")
     scale = per / samples
-    return decide_mean(samples, loss_sum / samples, norm_of_sum * scale, scale, clip, fault)
+    return decide_mean(samples, loss, norm_of_sum * scale, scale, clip, fault)
 
 
 def decide_mean(

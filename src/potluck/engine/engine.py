@@ -12,8 +12,8 @@ In the last step of an epoch there may be fewer rows than workers; one that has 
 and its loop body does not run. What must happen at every step on every worker belongs in `fleet.after_step`; a
 learning-rate scheduler is prepare()'s. An optimizer.zero_grad() is not needed, and does nothing.
 
-It is made of a run's state and three parts, none of which knows which kind the others are: the replica says how rows go
-through it, rounds how replicas agree, and the lifecycle who keeps the run. engine_parts.py puts them together.
+It is made of a run's state and three parts: the replica says how rows go through it, the table where replicas meet, and
+the round is the life of the run over both (round.py).
 """
 
 import atexit
@@ -39,7 +39,7 @@ from potluck.data.plan import BatchConfig
 from potluck.data.source import AskedData, DataSource, held_out, source_of
 from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
-from potluck.engine.engine_parts import EngineParts, make_replica, over_group
+from potluck.engine.engine_parts import make_replica, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.given import Given
@@ -51,10 +51,12 @@ from potluck.engine.masters import keep_masters
 from potluck.engine.model_checks import check_dense, check_model, check_no_writes
 from potluck.engine.own_saving import shadow_saving
 from potluck.engine.replica import Replica
+from potluck.engine.round import Round
 from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
+from potluck.engine.table import Table
 from potluck.engine.weight_average import WeightAverage
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, EventFile, StepDone, StepSkipped
@@ -80,9 +82,10 @@ class Engine(Handle):
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
         wanted: Wanted | None = None,
-        parts: Callable[[RunState], EngineParts] = over_group,
+        table: Callable[[RunState], Table] = over_group,
     ) -> None:
-        """`wanted`: what was asked for, if that is more than a policy and a strategy. `parts`: what this is made of."""
+        """`wanted`: what was asked for, if that is more than a policy and a strategy. `table`: where workers
+        meet."""
         self.link = link or Alone()
         self.device = device or torch.device("cpu")
         """Where this worker computes."""
@@ -95,7 +98,8 @@ class Engine(Handle):
         )
         wanted = settled(wanted)
         self.run = RunState(self.link, self.device, step, wanted, compose(wanted))
-        self.rounds, self.lifecycle = parts(self.run)
+        self.table = table(self.run)
+        self.round = Round(self.run, self.table)
         self._compiling: Compiling | None = None
         self._gathered_rows: int | None = None
         """How many rows this worker gave to all_gather() in the step under way."""
@@ -177,7 +181,6 @@ class Engine(Handle):
             self.introduce(model, optimizer, source.dataset, batch_size=source.batch_size, seed=seed)
         replica = self._prepare_model(inputs, source, loss)
         if source is None:
-            self.lifecycle.begin()
             return inputs.back(replica.model)
         loader = self._prepare_data(source, {"micro_size": micro_batch_size, "slices": slices}, seed)
         return *inputs.back(replica.model), loader
@@ -197,15 +200,15 @@ class Engine(Handle):
         run.caller.training = training_settings(optimizer, run.config.clip, wire) | run.caller.training
         self._schedule_by(inputs.scheduled)
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
-        replica = run.replica = make_replica(run, self.rounds.nodes, model, optimizer, source, loss)
+        replica = run.replica = make_replica(run, self.table.nodes, model, optimizer, source, loss)
         replica.adapter.on_own_step = self.step
         hook = optimizer.register_step_pre_hook(sees_nothing(lambda *told: self._call_before_step()))
         replica.on_close.callback(hook.remove)
         if run.scheduled is not None:
             replica.on_close.callback(run.scheduled.release)
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
-        self._weights_for_looking = self.lifecycle.looking = LookingWeights(replica)
-        self.rounds.begin(replica)
+        self._weights_for_looking = self.table.looking = LookingWeights(replica)
+        self.round.begin(self.table.begin(replica))
         if run.config.compile:
             self._compiling = Compiling(run.say)
         return replica
@@ -252,19 +255,17 @@ class Engine(Handle):
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
         run.unit = 2.0 ** -round(math.log2(batch.size))
         run.scale.learn(run.caller.samples_per_row, 1.0)
-        loader = run.loader = self.rounds.make_loader(source, batch, seed)
+        loader = run.loader = self.table.make_loader(source, batch, seed)
         loader.turns = run.turns
         loader.follow_run(lambda: run.at, run.seek)
-        if run.config.compile and not (self.rounds.has_fixed_shares and loader.is_even):
+        if run.config.compile and not (self.table.has_fixed_shares and loader.is_even):
             expect_any_rows(replica.model)
         if run.batch_norm is not None:
             warn_of_single_rows(run.batch_norm, loader, run.grid.pipelines, run.notice)
-        loader.on_epoch_end = self.lifecycle.end_of_epoch
+        loader.on_epoch_end = self.table.end_of_epoch
         loader.on_stand_in = lambda: run.stand_in.enter_context(replica.buffers_kept())
-        loader.is_stopped = lambda: run.stopping
-        if run.composition.window is None and not self.is_led:
-            loader.on_step = run.link.note_call
-        self.lifecycle.begin()
+        loader.plan = self.round.micro_batches
+        loader.seeds_of = lambda micro: self.round.works.now.seeds_of(loader.seed, micro)
         run.start_of_step()
         if run.keeper is not None:
             run.keeper.begin(replica)  # type: ignore[arg-type]
@@ -297,10 +298,10 @@ class Engine(Handle):
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
         with on_interrupt(self.request_stop):
-            yield from self.passes(count, partial(self.lifecycle.end_well, folder))
+            yield from self.passes(count, partial(self.table.end_well, folder))
             if self.run.position.epoch < count:
-                self.lifecycle.end_early(folder)
-            self.lifecycle.end_well(folder)
+                self.table.end_early(folder)
+            self.table.end_well(folder)
 
     def passes(self, count: int, keep: Callable[[], None]) -> Iterator[int]:
         """Count epochs as epochs() does, for a caller that hears Ctrl-C, saves and shows the run itself. `keep`: saves,
@@ -308,7 +309,7 @@ class Engine(Handle):
         run, loader = self.run, self.run.loader
         assert loader is not None
         run.caller.counts_epochs = True
-        self.lifecycle.begin_run(count)
+        self.table.begin_run(count)
         if not run.tally.samples:
             run.tally.started = time.perf_counter()  # what came before the loop is no part of its first step
         while True:
@@ -332,7 +333,7 @@ class Engine(Handle):
         """
         found = train(self.run, loss_of, batch)
         if found is not None:
-            self.rounds.backward(*found, last=None)
+            self.round.backward(*found, last=None)
 
     def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
         """Computes the gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
@@ -346,7 +347,7 @@ class Engine(Handle):
             )
         if self._gathered_rows is not None:
             self._check_gathered(self._gathered_rows, samples)
-        self.rounds.backward(loss, samples, last)
+        self.round.backward(loss, samples, last)
 
     def _check_gathered(self, rows: int, samples: float) -> None:
         """Check that what all_gather() has gathered weighs what this worker brought of it, and no more."""
@@ -364,7 +365,7 @@ class Engine(Handle):
         All workers apply the mean over all their samples, or skip the step together if it is not finite; or, where
         replicas step by themselves, each does so, and all agree with the last step of a window.
         """
-        return self.rounds.step()
+        return self.round.step()
 
     def print(self, *words: Any, **options: Any) -> None:
         """Print on rank 0 alone."""
@@ -380,14 +381,14 @@ class Engine(Handle):
         """
         own = self.run.loader.collate if self.run.loader is not None else None
         with self._looking():
-            return self.lifecycle.evaluate(loss_of, held_out(dataset, batch_size, own))
+            return self.table.evaluate(loss_of, held_out(dataset, batch_size, own))
 
     def _looking(self) -> AbstractContextManager[None]:
         """The weights for looking, where an optimizer has others than those that it trains."""
         self.run.prepared()
         if not (looking := self._weights_for_looking):
             return nullcontext()
-        self.rounds.settle()
+        self.table.settle()
         return looking.in_place()
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
@@ -426,21 +427,21 @@ class Engine(Handle):
         return own_values.all_gather(partial(self._exchange, "fleet.all_gather()"), rows, self.rank, counts=counts)
 
     def _exchange(self, call: str, data: bytes) -> list[bytes]:
-        if self.rounds.is_under_way:
+        if self.round.is_under_way:
             raise ConfigError(
                 "fleet.mean() and fleet.gather() need all workers at the same place, and within a step or a window each"
                 " is somewhere else. Call them once fleet.step() has ended one, in fleet.after_step or"
                 " fleet.after_agreement, or after an epoch."
             )
         with self.run.link.within(call, self.run.step_number):
-            return self.lifecycle.exchange(data)
+            return self.table.exchange(data)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
         """Saves a checkpoint below `folder`: call it on every worker. Under a host it is the host that saves.
 
         Returns once it is in host memory; the disk is written meanwhile.
         """
-        self.lifecycle.save(Path(folder), keep_last)
+        self.table.save(Path(folder), keep_last)
 
     def state_dict(self) -> dict[str, Any]:
         """All of the model's state on the CPU, under the names that it had before prepare(): call it on every worker.
@@ -449,18 +450,18 @@ class Engine(Handle):
         is never whole on a GPU.
         """
         self.run.prepared()
-        return self.lifecycle.state_dict()
+        return self.table.state_dict()
 
     def load(self, folder: str | Path) -> bool:
         """Continues from the newest whole checkpoint below `folder`, on any number of workers. False if there is none.
 
         A run that has just survived a loss stays where it is. Under a host: whether the run is past its beginning.
         """
-        return self.lifecycle.load(Path(folder))
+        return self.table.load(Path(folder))
 
     def wait_for_saves(self) -> None:
         """Waits until every checkpoint is on the disk: call it on every worker."""
-        self.lifecycle.wait_for_saves()
+        self.table.wait_for_saves()
 
     def track(self, *trackers: str, folder: str | Path) -> None:
         """Reports this run to trackers: "tensorboard", "wandb", "mlflow", "trackio" or "otel".
@@ -472,7 +473,7 @@ class Engine(Handle):
         from potluck.trackers.reporter import Tracking
 
         check_names(trackers)
-        if not self.lifecycle.keeps_folder or self._is_tracked:
+        if not self.table.keeps_folder or self._is_tracked:
             return
         self._is_tracked = True
         make_run_folder(Path(folder))
@@ -510,26 +511,26 @@ class Engine(Handle):
         Call it once after prepare(), on every worker. evaluate() uses it from then on, checkpoints hold it, and
         `with average.applied():` puts it in the weights' place.
         """
-        return WeightAverage(self.run, decay, self.lifecycle.as_agreed)
+        return WeightAverage(self.run, decay, self.table.as_agreed)
 
     def request_stop(self) -> None:
         """Asks all workers to stop together after the step in which they hear of it."""
-        self.lifecycle.request_stop()
+        self.table.request_stop()
 
     def end(self) -> None:
         """Ends the run for all workers after the step that is done, also if rows are left: call it on every worker
         alike, in after_step or after_agreement."""
         if not self.run.is_at_the_end:
-            self.lifecycle.end_for_all()
+            self.table.end_for_all()
         self.run.stopping = True
 
     def interrupted(self, where: str = "") -> Interrupted:
         """The error to raise where a loop ends before the run does: it says after which step, and then `where`."""
-        return self.run.interrupted(f"{self.lifecycle.last_words()} {where}".strip())
+        return self.run.interrupted(f"{self.table.last_words()} {where}".strip())
 
     def seed_random(self, seed: int) -> None:
         """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
-        self.lifecycle.seed_random(seed)
+        self.table.seed_random(seed)
 
     def close(self) -> None:
         """Ends what is still being written, and leaves the run."""
@@ -542,14 +543,14 @@ class Engine(Handle):
     def _close_at_exit(self) -> None:
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is None and self.is_prepared:
-            self.lifecycle.end_with_script()
+            self.table.end_with_script()
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
-        self.lifecycle.close(error)
+        self.table.close(error)
         self._closing.close()
 
     def __enter__(self) -> "Engine":
@@ -563,17 +564,17 @@ class Engine(Handle):
     @property
     def rank(self) -> int:
         """Number of this worker, from 0."""
-        return self.lifecycle.rank
+        return self.table.rank
 
     @property
     def world(self) -> int:
         """How many workers there are."""
-        return self.lifecycle.world
+        return self.table.world
 
     @property
     def is_led(self) -> bool:
         """Whether a host leads this worker: it keeps the run's folder, and hands out the work."""
-        return self.lifecycle.is_led
+        return self.table.is_led
 
     @property
     def parameters(self) -> int:
@@ -583,19 +584,19 @@ class Engine(Handle):
     @property
     def is_under_way(self) -> bool:
         """Whether this worker is within a step or a window, where the others may be elsewhere in it."""
-        return self.rounds.is_under_way
+        return self.round.is_under_way
 
     @property
     def keeps_folder(self) -> bool:
         """Whether this worker writes the run's folder: rank 0; under a host nobody here, since the host does."""
-        return self.lifecycle.keeps_folder
+        return self.table.keeps_folder
 
     @property
     def is_replaying(self) -> bool:
         """Whether the step being applied was taken by others before this worker joined."""
-        return self.lifecycle.is_replaying
+        return self.table.is_replaying
 
     @property
     def version(self) -> int:
         """Agreements so far."""
-        return self.lifecycle.version
+        return self.table.version

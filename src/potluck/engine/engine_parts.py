@@ -1,22 +1,20 @@
-"""Makes the parts of an engine from what was composed: its rounds, its lifecycle and its replica.
+"""Makes the parts of an engine from what was composed: its table and its replica.
 
-Rounds of a host are imported where they are made: they bring libraries that other runs need not wait for.
+The table of a host is imported where it is made: it brings libraries that other runs need not wait for.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from potluck.coded_numbers import coding_of
 from potluck.data.source import DataSource
-from potluck.engine.lifecycle import GroupLifecycle, Lifecycle
+from potluck.engine.group_table import GroupTable
 from potluck.engine.losses import LossFunction
 from potluck.engine.replica import GradientForm, Replica
-from potluck.engine.rounds import Rounds
 from potluck.engine.run_state import RunState
-from potluck.engine.steps import Steps
-from potluck.engine.windows import Windows
+from potluck.engine.table import Table
 from potluck.link.grid import Nodes, make_nodes
 from potluck.sharding.blocks import find_blocks, fits_fully_shard
 from potluck.sharding.strategy import ShardingStrategy
@@ -25,82 +23,25 @@ from potluck.stages.channel import Channel
 from potluck.stages.direct import GroupChannel
 
 if TYPE_CHECKING:
-    from potluck.engine.buckets import Allocate
-    from potluck.engine.host_rounds import HostWork
     from potluck.engine.node_client import NodeClient
-    from potluck.engine.part_sender import PartSender
     from potluck.fleet.client import Client
     from potluck.save.store_run import StoreRun
 
 
-class EngineParts(NamedTuple):
-    rounds: Rounds
-    lifecycle: Lifecycle
-
-
-def over_group(run: RunState, store_run: "StoreRun | None" = None) -> EngineParts:
+def over_group(run: RunState, store_run: "StoreRun | None" = None) -> Table:
     """Workers that reach each other over a link. `store_run`: where they meet in a store, of which the link is."""
     if store_run is not None:
         from potluck.engine.store_keeper import StoreKeeper
 
         run.keeper = StoreKeeper(run, store_run)
-    rounds = Steps(run) if run.composition.window is None else Windows(run)
-    return EngineParts(rounds, GroupLifecycle(run, rounds))
+    return GroupTable(run)
 
 
-def under_host(run: RunState, client: "Client | NodeClient") -> EngineParts:
+def under_host(run: RunState, client: "Client | NodeClient") -> Table:
     """A worker of a host; the link is of the ranks that are this worker together."""
-    from potluck.engine.buffers import SavedBuffers
-    from potluck.engine.either_steps import EitherSteps
-    from potluck.engine.host_lifecycle import HostLifecycle
-    from potluck.engine.host_rounds import HostRounds
-    from potluck.engine.means import HostMean
-    from potluck.engine.moments import are_averaged
-    from potluck.engine.node_mean import NodeMean
-    from potluck.engine.slice_steps import SliceSteps
-    from potluck.engine.slices import Gradients, WholeGradients
-    from potluck.engine.split_gradients import SplitGradients
-    from potluck.engine.window_steps import WindowSteps
+    from potluck.engine.host_table import HostTable
 
-    composed, coding = run.composition, coding_of(run.composition.wire)
-    lifecycle = HostLifecycle(run, client)
-
-    driver, window = lifecycle.driver, composed.window
-    has_both = window is not None and window.may_step_together
-
-    def make_steps(
-        replica: Replica, sender: "PartSender", room: "Allocate | None", mean: HostMean | None
-    ) -> SliceSteps:
-        """`mean`: of the windows between, which travel in the same parts."""
-        gradients: Gradients
-        if composed.split is None:
-            gradients = WholeGradients(replica, room, coding)
-        else:
-            buffers, collected = SavedBuffers(replica.model).parts, mean.collected if mean is not None else None
-            gradients = SplitGradients(replica, client, buffers, collected, coding)  # type: ignore[arg-type]
-        return SliceSteps(run, replica, driver, sender, gradients)
-
-    def make_work(replica: Replica, sender: "PartSender") -> "HostWork":
-        room = sender.make_room(replica.model) if composed.split is None else None
-        if window is None:
-            return make_steps(replica, sender, room, None)
-        wanted, steps_whole = window.averages_moments, replica.steps_whole
-        has_moments = are_averaged(wanted, replica.optimizer, run.notice, steps_whole=steps_whole)
-        mean = HostMean(sender.send, sender.begin, room, coding, has_moments=has_moments)
-        if composed.split is not None:
-            norms_on = replica.device if has_both else None
-            mean = NodeMean(
-                sender.send,
-                sender.begin,
-                client,  # type: ignore[arg-type]
-                coding=coding,
-                has_moments=has_moments,
-                norms_on=norms_on,
-            )
-        alone = WindowSteps(run, driver, sender, mean)
-        return EitherSteps(make_steps(replica, sender, room, mean), alone) if has_both else alone
-
-    return EngineParts(HostRounds(run, lifecycle, make_work), lifecycle)
+    return HostTable(run, client)
 
 
 def make_replica(

@@ -1,23 +1,22 @@
 """One batch on this worker's own replica: its backwards; and, where replicas step by themselves, its step."""
 
+import math
 from typing import Any
 
 from torch import Tensor
 
 from potluck.agree.records import Report
-from potluck.agree.step_report import StepDecision, decide_alone
-from potluck.engine.losses import STEP_TOO_EARLY, LossFunction, check_mean
+from potluck.agree.step_report import StepDecision, decide_sum
+from potluck.data.plan import MicroBatch
+from potluck.engine.losses import LossFunction
 from potluck.engine.run_state import RunState
-from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.link.link import Link
 
 
-def backward(run: RunState, loss: Tensor, samples: float, last: bool | None) -> None:
+def backward(run: RunState, micro: MicroBatch | None, loss: Tensor, samples: float, last: bool | None) -> None:
     """The gradient of a mean over `samples`, weighted by them."""
     replica = run.prepared()
-    loss = check_mean(loss, samples)
-    micro = run.loader.current if run.loader is not None else None
     if last is None:
         last = micro is None or micro.last
     replica.arm(last=last)
@@ -54,16 +53,6 @@ def train(run: RunState, loss_of: LossFunction, batch: Any) -> tuple[Tensor, flo
     return found
 
 
-def is_batch_done(run: RunState) -> bool:
-    """Whether the last backward was a batch's last; else step() does nothing, unless there should have been one."""
-    run.prepared()
-    if not run.tally.is_last:
-        micro = run.loader.current if run.loader is not None else None
-        if (micro.last and micro is not run.trained) if micro is not None else run.tally.is_untouched:
-            raise ConfigError(STEP_TOO_EARLY)
-    return run.tally.is_last
-
-
 def end_batch(run: RunState, within: Link, *, is_over: bool = False) -> tuple[Report, float, StepDecision]:
     """End a batch: return what the ranks of this replica did together in it; over which samples this rank's gradient
     is; and whether it is applied."""
@@ -92,7 +81,9 @@ def end_batch(run: RunState, within: Link, *, is_over: bool = False) -> tuple[Re
         own = run.grid.own(every).samples
         samples, loss_sum, rows = (sum(column) for column in zip(*(each[:3] for each in every), strict=True))
         done = Report(samples=samples, loss_sum=loss_sum, rows=rows, is_over=every[0].is_over)
-    decision = decide_alone(done.samples, done.loss_sum, norm, run.samples_per_gradient, run.config.clip)
+    fault = None if math.isfinite(done.loss_sum) else "the loss is not finite"
+    loss = done.loss_sum / done.samples if done.samples else math.nan
+    decision = decide_sum(done.samples, loss, norm, run.samples_per_gradient, run.config.clip, fault)
     run.scale.learn(done.samples, done.rows)
     return done, own, decision
 

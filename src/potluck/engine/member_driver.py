@@ -1,7 +1,8 @@
 """MemberDriver: a Member at work, over a client, for a run that computes. One pump receives, and does what follows.
 
 All that a worker says to its host and hears from it passes through here. What it means is decided by fleet/member.py;
-what a state is, the lifecycle knows (host_lifecycle.py). The ranks of a node each have a MemberDriver of their own,
+what a state is, the table knows (host_table.py). Each function that may take long is a part of a story, which yields
+what it waits for (table.py). The ranks of a node each have a MemberDriver of their own,
 over a client that lets all of them hear the same.
 """
 
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ import torch
 
 from potluck.engine.look_sums import Figures, LookSums, means_of
 from potluck.engine.node_client import NodeClient
+from potluck.engine.table import Waits
 from potluck.errors import ConfigError, Diverged
 from potluck.fleet import member_effects as effects
 from potluck.fleet.client import Client, ConnectionLost, Means
@@ -25,22 +28,56 @@ from potluck.fleet.member import Member, is_together
 from potluck.fleet.member_effects import MemberEffect
 from potluck.fleet.phases import enter_phase
 from potluck.link.link import Link
-from potluck.wire.messages import Applied, Committed, StateBegin
+from potluck.wire.messages import Applied, Committed, Message, StateBegin
 
 if TYPE_CHECKING:
-    from potluck.engine.host_lifecycle import HostLifecycle
+    from potluck.engine.host_table import HostTable
+
+
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """The next message of the host."""
+
+    client: Client | NodeClient
+    timeout_s: float
+
+    def wait(self) -> Message | ConnectionLost | None:
+        return self.client.receive(timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Connecting:
+    """The host, where the connection to it was lost."""
+
+    client: Client | NodeClient
+
+    def wait(self) -> None:
+        self.client.connect(again=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """The means of a step, but for some parts."""
+
+    client: Client | NodeClient
+    step: int
+    without: frozenset[int]
+
+    def wait(self) -> Means | None:
+        return self.client.take_means(self.step, self.without)
+
 
 Look = Callable[[int, int], LookSums]
 """Rows, from the first up to and without the last, to what they come to."""
 
 
 class MemberDriver:
-    def __init__(self, client: Client | NodeClient, link: Link, lifecycle: "HostLifecycle") -> None:
+    def __init__(self, client: Client | NodeClient, link: Link, table: "HostTable") -> None:
         self.client = client
         self.member = Member()
         self.has_joined = False
         self._link = link
-        self._lifecycle = lifecycle
+        self._table = table
         self._told: torch.Tensor | None = None
         """The quick digest of the weights when the host was last told their digest."""
         self._look: Look | None = None
@@ -55,35 +92,35 @@ class MemberDriver:
 
     def reach(self, phase: str, step: int = 0, **what: Any) -> None:
         """Announces a phase of the step under way, or of the named one."""
-        enter_phase(phase, step or self.member.version + 1, worker=self._lifecycle, **what)
+        enter_phase(phase, step or self.member.version + 1, worker=self._table, **what)
 
     # The pump
 
-    def pump(self) -> bool:
+    def pump(self) -> Waits[bool]:
         """Handles one message, or its absence. Returns whether the run may stand elsewhere than before."""
         turn = self.member.turn
-        self._hear()
-        self._settle()
+        yield from self._hear()
+        yield from self._settle()
         return self.member.turn != turn
 
-    def _settle(self) -> None:
+    def _settle(self) -> Waits[None]:
         """Waits until this worker is in the run, or out of it."""
         while not self.member.is_settled:
-            self._hear()
-        self._lifecycle.run.stopping |= self.member.is_over
+            yield from self._hear()
+        self._table.run.stopping |= self.member.is_over
 
-    def _hear(self) -> None:
-        heard = self.client.receive(timeout_s=self.member.wait_s(time.monotonic()))
+    def _hear(self) -> Waits[None]:
+        heard = yield Hearing(self.client, self.member.wait_s(time.monotonic()))
         now = time.monotonic()
         if heard is None:
-            self._do(self.member.nothing(now))
+            yield from self._do(self.member.nothing(now))
         elif isinstance(heard, ConnectionLost):
-            enter_phase("lost", self.member.version, worker=self._lifecycle)
-            self._do(self.member.lost(heard.why))
+            enter_phase("lost", self.member.version, worker=self._table)
+            yield from self._do(self.member.lost(heard.why))
         else:
-            self._do(self.member.hear(now, heard))
+            yield from self._do(self.member.hear(now, heard))
 
-    def _do(self, found: list[MemberEffect]) -> None:
+    def _do(self, found: list[MemberEffect]) -> Waits[None]:
         for effect in found:
             match effect:
                 case effects.SendToHost():
@@ -93,14 +130,14 @@ class MemberDriver:
                 case effects.Fail():
                     raise effect.kind(
                         effect.sentence
-                        + (self._lifecycle.run.prepared().nonfinite_hint() if effect.kind is Diverged else "")
+                        + (self._table.run.prepared().nonfinite_hint() if effect.kind is Diverged else "")
                     )
                 case effects.Rejoin():
-                    self._lifecycle.work.forget()
-                    self.client.connect(again=True)
-                    self._present()
+                    self._table.works.now.forget()
+                    yield Connecting(self.client)
+                    yield from self._present()
                 case effects.StandAt():
-                    self._lifecycle.run.seek(effect.position)
+                    self._table.run.seek(effect.position)
                 case effects.SkipAverages():
                     self.client.pass_over_until(effect.step)
                 case effects.ServeState():
@@ -110,30 +147,31 @@ class MemberDriver:
                 case effects.LookAt():
                     assert self._look is not None
                     looked = self._look(effect.start, effect.end)
-                    self._do(self.member.looked(effect, looked.names, looked.figures, looked.samples))
+                    yield from self._do(self.member.looked(effect, looked.names, looked.figures, looked.samples))
                 case _:
-                    self._receive_state(effect)
+                    yield from self._receive_state(effect)
 
     # Joining
 
-    def join(self) -> None:
+    def join(self) -> Waits[None]:
         if not self.has_joined:
             self.has_joined = True
-            self._present()
-            self._settle()
+            yield from self._present()
+            yield from self._settle()
 
-    def _present(self) -> None:
+    def _present(self) -> Waits[None]:
         self.reach("joined")
-        described = self.client.description = self._lifecycle.describe()
+        described = self.client.description = self._table.describe()
         self._moments = described.moments
         before = self._told
-        digest, self._told = self._lifecycle.work.hash_weights()
+        digest, self._told = self._table.works.now.hash_weights()
         is_same = before is not None and torch.equal(before, self._told)
         assert self.client.welcome is not None
-        seen = self._lifecycle.run.rows_seen
-        self._do(self.member.present(self.client.welcome, described.to_json(), digest, rows_seen=seen, is_same=is_same))
+        seen = self._table.run.rows_seen
+        said = self.member.present(self.client.welcome, described.to_json(), digest, rows_seen=seen, is_same=is_same)
+        yield from self._do(said)
 
-    def _receive_state(self, effect: MemberEffect) -> None:
+    def _receive_state(self, effect: MemberEffect) -> Waits[None]:
         """The run's weights; only the first rank of several writes them down."""
         match effect:
             case effects.ReceiveState():
@@ -150,9 +188,9 @@ class MemberDriver:
             case effects.Load():
                 assert self._arriving is not None
                 self._close_unpacker()
-                version, step = self._lifecycle.load_state(self._arriving)
+                version, step = self._table.load_state(self._arriving)
                 self._drop_state()
-                self._do(self.member.loaded(version, step))
+                yield from self._do(self.member.loaded(version, step))
             case effects.DropState():
                 self._drop_state()
 
@@ -174,8 +212,8 @@ class MemberDriver:
 
     # Steps
 
-    def await_step(self) -> tuple[Committed, Means] | None:
-        """Waits until a step is committed. None: there are slices to compute, or the run may stand elsewhere."""
+    def await_step(self) -> Waits[tuple[Committed, Means] | None]:
+        """Waits until a step is committed. None: there is work to do, or the run may stand elsewhere."""
         while True:
             for effect in self.member.take():
                 match effect:
@@ -184,61 +222,63 @@ class MemberDriver:
                     case effects.Apply():
                         is_less = bool(self._moments) and is_together(effect.committed)
                         without = self._moments if is_less else frozenset[int]()
-                        means = self.client.take_means(effect.committed.step, without)
+                        means = yield Averaging(self.client, effect.committed.step, without)
                         return (effect.committed, means) if means is not None else None
                     case _:
-                        self._do([effect])
-            if self.pump():
+                        yield from self._do([effect])
+            if (yield from self.pump()):
                 return None
 
     def check_weights(self, *, in_step: bool = False) -> None:
         """Tells the host if they are no longer what it was told. `in_step`: no code of the loop has run since."""
-        if self._told is None or not torch.equal(self._lifecycle.work.quick_digest(), self._told):
-            self._do(self.member.changed(in_step=in_step))
+        if self._told is None or not torch.equal(self._table.works.now.quick_digest(), self._told):
+            for effect in self.member.changed(in_step=in_step):
+                assert isinstance(effect, effects.TellApplied)  # from within a backward nothing may be waited for
+                self.tell_applied(effect.norm, effect.fault)
 
     def tell_applied(self, norm: float, fault: str) -> None:
         version = self.member.version
-        enter_phase("applied", version, worker=self._lifecycle)
-        digest, self._told = self._lifecycle.work.hash_weights()
-        self.client.send(Applied(version, digest, self._lifecycle.run.lr, norm, fault, self._lifecycle.work.divergence))
-        enter_phase("told", version, worker=self._lifecycle)
+        enter_phase("applied", version, worker=self._table)
+        digest, self._told = self._table.works.now.hash_weights()
+        self.client.send(Applied(version, digest, self._table.run.lr, norm, fault, self._table.divergence))
+        enter_phase("told", version, worker=self._table)
 
     # Looking, saving
 
-    def evaluate(self, rows: int, size: int, look: Look) -> Figures | None:
+    def evaluate(self, rows: int, size: int, look: Look) -> Waits[Figures | None]:
         """The means over some rows, in ranges that the host hands out; they do not depend on who computes which. None:
         this worker had no part in it."""
         self._look = look
-        self._do(self.member.evaluate(rows, size))
+        yield from self._do(self.member.evaluate(rows, size))
         found = self.member.evaluation
         assert found is not None
         while found.is_under_way:
-            self.pump()
+            yield from self.pump()
         self._look = None
         return means_of(found.names, found.figures, found.samples) if found.samples else None
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def gather(self, data: bytes) -> Waits[list[bytes]]:
         """This worker's bytes, and those of all who are at this step, in the same order on each of them."""
-        self._do(self.member.gather(data))
+        yield from self._do(self.member.gather(data))
         found = self.member.gathering
         assert found is not None
         self.reach("gathering", self.member.version)
         while found.found is None:
-            self.pump()
+            yield from self.pump()
         if found.fault:
             raise ConfigError(found.fault)
         return found.found
 
-    def save(self, keep_last: int) -> None:
+    def save(self, keep_last: int) -> Waits[None]:
         if self.member.leads:
-            self.await_saves(until_kept=False)  # one at a time
-        self._do(self.member.save(time.monotonic(), keep_last))
+            yield from self.await_saves(until_kept=False)  # one at a time
+        yield from self._do(self.member.save(time.monotonic(), keep_last))
 
-    def await_saves(self, *, until_kept: bool, speaks: bool = False) -> None:
+    def await_saves(self, *, until_kept: bool, speaks: bool = False) -> Waits[None]:
         told = ""
         while self.member.is_saving(until_kept=until_kept):
             before = self.member.unsaved
-            self.pump()
+            yield from self.pump()
             error = self.member.unsaved.error if self.member.unsaved is not before else ""
             if error not in ("", told) and until_kept and speaks:
                 told = error
@@ -247,7 +287,7 @@ class MemberDriver:
     def _serve(self, transfer: int) -> None:
         """A copy in host memory now; written aside and sent while training continues."""
         folder, version = self._new_folder(), self.member.version
-        write = self._lifecycle.start_snapshot(folder)
+        write = self._table.start_snapshot(folder)
         if self._link.rank == 0:
             self._leaving = [place for place in self._leaving if place.exists()] + [folder]
         session = self.client.session
@@ -274,23 +314,23 @@ class MemberDriver:
 
     # The end
 
-    def leave_if_asked(self) -> bool:
+    def leave_if_asked(self) -> Waits[bool]:
         """Before anything is begun: what this worker was given since is for the others."""
         is_asked = bool(self.member.wants_stop) and not self.member.is_over
         if is_asked:
-            self.leave()
+            yield from self.leave()
         return is_asked
 
-    def leave(self) -> None:
-        self._do(self.member.leave(time.monotonic()))
-        self._settle()
+    def leave(self) -> Waits[None]:
+        yield from self._do(self.member.leave(time.monotonic()))
+        yield from self._settle()
 
-    def close(self, *, finished: bool) -> None:
+    def close(self, *, finished: bool) -> Waits[None]:
         """`finished`: the host is told; else the connection breaks, as if this worker had been killed."""
         if self.has_joined and not self.member.is_over and finished:
-            self._do(self.member.finish(time.monotonic()))
+            yield from self._do(self.member.finish(time.monotonic()))
             while not self.member.is_over:
-                self._hear()
+                yield from self._hear()
         self.member.end()
         for sender in self._senders:
             sender.join(timeout=1.0)

@@ -256,6 +256,11 @@ class RunState:
         if self.replica is not None:
             self.replica.remember_buffers()
 
+    def forget_round(self) -> None:
+        """What was computed since the last agreement does not count: the step begins again."""
+        self.turns.now = min(self.at.turn, self.turns.count - 1)
+        self.start_of_step()
+
     @property
     def gradient_unit(self) -> float:
         """Weight of a gradient for each sample where a host adds them up, until it is applied."""
@@ -298,22 +303,17 @@ class RunState:
         self.skipped_in_a_row = 0
         self.scale.rise()
 
-    def advance(self, rows: int) -> None:
-        """All have agreed on a step of the run: one turn of a batch."""
-        current = self.loader.current if self.loader is not None else None
-        end = current.step_end if current is not None else self.at.row
-        self.agreed(rows if self.turns.is_last else 0, end=end)
-
     def next_turn(self) -> None:
         """A step is done, applied or skipped."""
         if self.turns.count > 1:
             self.turns.next()
             self.trained = None  # the same batch comes again
 
-    def set_lr(self, rows: int) -> None:
-        """Sets the rate of the step that is being applied. `rows`: of all workers, by its end."""
+    def set_lr(self, rows: int, step: int | None = None) -> None:
+        """Sets the rate of the step that is being applied. `rows`: of all workers, by its end. `step`: the number of
+        it, counted from 0, if that does not follow from them."""
         if self.scheduled is not None:
-            self.scheduled.go_to(self._step_of_schedule(rows))
+            self.scheduled.go_to(self._step_of_schedule(rows) if step is None else step)
         if self.caller.lr_factor is not None:
             for group in self.prepared().optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * self.caller.lr_factor(rows)

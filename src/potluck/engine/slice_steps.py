@@ -1,7 +1,7 @@
 """SliceSteps: a worker's slices of a step that all take together, computed one by one, and sent as their sums."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from potluck.agree.step_report import StepDecision, decide_mean
+from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, MicroBatch, plan_step
 from potluck.data.rows import mix
 from potluck.engine.member_driver import MemberDriver
@@ -16,12 +17,11 @@ from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.engine.slices import Gradients, SliceSums
-from potluck.errors import ConfigError
+from potluck.engine.table import Give, Outcome, RoundPlan
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
-from potluck.fleet.member import has_overflowed
-from potluck.fleet.tree import Node, slice_rows
-from potluck.wire.messages import Committed, SliceReport, Work
+from potluck.fleet.tree import slice_rows
+from potluck.wire.messages import SliceReport
 
 ANY_ROWS = BatchConfig(size=1 << 31)
 """A slice goes through the model at once, however many rows it has."""
@@ -31,8 +31,7 @@ OVERFLOW = "a gradient overflows in fp16"
 
 
 class SliceSteps:
-    is_repeatable = True
-    divergence = 0.0
+    ends_each = True
 
     def __init__(
         self, run: RunState, replica: Replica, driver: MemberDriver, sender: PartSender, gradients: Gradients
@@ -48,8 +47,9 @@ class SliceSteps:
         self._reports: dict[int, tuple[float, float]] = {}
         """Of each slice: the samples of this rank's rows, and the sum of their losses."""
         self._loss = self._samples = 0.0
-        self.is_done = True
-        """Whether step() was called for the last slice that was given out."""
+        self._plan: RoundPlan | None = None
+        self._at = 0
+        """How many slices were given out."""
         self._started = 0.0
         self._usual: list[int] = []
         """The slices of the last step that were given to this worker at first."""
@@ -65,68 +65,64 @@ class SliceSteps:
         if is_idle:
             self._replica.drop()  # of a slice that was never agreed on, the replica awaits the step
 
-    def seed_of(self, seed: int, micro: MicroBatch) -> int:
-        """The slice's seed; the ranks of one worker each draw their own numbers."""
-        return self._seed_of_slice(seed, self._step - self._run.turns.now, self.slices[micro.number])
+    def seeds_of(self, seed: int, micro: MicroBatch) -> tuple[int, int | None]:
+        """The slice's seed, no matter who computes it; the ranks of one worker each draw their own numbers."""
+        own = self._seed_of_slice(seed, self._version - self._run.turns.now, self.slices[micro.number])
+        return mix(own, 1), own  # what the model draws must not depend on which process reads rows
 
     def _seed_of_slice(self, seed: int, step: int, number: int) -> int:
         rank = self._replica.link.rank
         return mix(seed, step, number, *([rank + 1] if rank else []))
 
-    def expects_from(self, work: Work) -> tuple[int, ...]:
+    def expect(self, loader: Loader) -> None:
         """Batches follow each other, until the epoch ends or the run is put elsewhere; each comes in all its turns."""
-        loader, turns = self._run.loader, self._run.turns
-        assert loader is not None
-        return work.epoch, work.row * turns.count - (work.step - turns.now) * loader.batch.size
+        plan, turns = self._plan, self._run.turns
+        if plan is None or not self.slices:
+            return
+        thread = plan.epoch, plan.row * turns.count - (plan.version - turns.now) * loader.batch.size
+        loader.follow(thread, plan.row, lambda: self._expected(plan, loader))
 
-    def expected(self, work: Work, seed: int) -> Iterator[tuple[MicroBatch, int]]:
+    def _expected(self, plan: RoundPlan, loader: Loader) -> Iterator[tuple[MicroBatch, int]]:
         """The slices of this batch, and then the same ones of each that follows: most workers keep theirs."""
-        loader, turns = self._run.loader, self._run.turns
-        assert loader is not None
-        size, rows = loader.batch.size, loader.rows
-        first = step = work.step - turns.now
-        while (row := work.row + (step - first) // turns.count * size) < rows:
-            bounds = slice_rows(row, count := min(size, rows - row), min(work.slices, count))
+        turns, size, rows = self._run.turns, loader.batch.size, loader.rows
+        first = step = plan.version - turns.now
+        while (row := plan.row + (step - first) // turns.count * size) < rows:
+            bounds = slice_rows(row, count := min(size, rows - row), min(len(plan.bounds), count))
             for number in self._usual:
                 if number < len(bounds):
-                    yield self._own_rows(*bounds[number]), self._seed_of_slice(seed, step, number)
+                    yield self._own_rows(*bounds[number]), mix(self._seed_of_slice(loader.seed, step, number), 1)
             # Others may have been faster than we read.
-            step = max(step, self._step - turns.now) + turns.count
+            step = max(step, self._version - turns.now) + turns.count
 
-    def begin(self, work: Work, nodes: list[Node], bounds: Sequence[tuple[int, int]]) -> None:
+    def begin(self, plan: RoundPlan) -> None:
         self._sender.begin()
-        self._reports, self._bounds = {}, bounds
-        self.slices = self.sums.begin(nodes)
-        if work.step != self._usual_at:  # else it is what a lost worker had of the same step
-            self._usual, self._usual_at = self.slices, work.step
+        self._plan, self._reports, self._at = plan, {}, 0
+        self.slices = self.sums.begin(plan.nodes)
+        if plan.version != self._usual_at:  # else it is what a lost worker had of the same step
+            self._usual, self._usual_at = self.slices, plan.version
         self._started = time.perf_counter()
 
-    def micro_batches(self, work: Work, is_void: Callable[[], bool]) -> Iterator[MicroBatch]:
-        """One for each slice, until all are done or of no use any more. Of several ranks, each gets some of its rows,
-        or some that do not count."""
-        for index, number in enumerate(self.slices):
-            if is_void():
-                return
-            start, end = self._bounds[number]
-            self.sums.start_slice()
-            self._replica.disarm()
-            self._loss = self._samples = 0.0
-            self.is_done = False
-            is_last = index == len(self.slices) - 1
-            yield replace(self._own_rows(start, end), last=is_last, step_end=work.row + work.rows, number=index)
-            if not self.is_done:
-                raise ConfigError(
-                    f"The slice of rows {start} to {end} was given out, but step() was not called after it."
-                    " Call backward() and step() for every batch of the loader."
-                )
+    def next(self) -> Give | None:
+        """One for each slice. Of several ranks, each gets some of its rows, or some that do not count."""
+        plan, index = self._plan, self._at
+        if plan is None or index >= len(self.slices):
+            return None
+        self._at += 1
+        self.sums.start_slice()
+        self._replica.disarm()
+        self._loss = self._samples = 0.0
+        own = self._own_rows(*plan.bounds[self.slices[index]])
+        is_last = index == len(self.slices) - 1
+        return Give(replace(own, last=is_last, step_end=plan.row + plan.rows, number=index))
 
     def _own_rows(self, start: int, end: int) -> MicroBatch:
         link, in_pairs = self._replica.link, self._run.batch_norm is not None
         (own,) = plan_step(start, end, ANY_ROWS, (1.0,) * link.world, link.rank, in_step=True, in_pairs=in_pairs)
         return own
 
-    def backward(self, micro: MicroBatch, loss: Tensor, samples: float, last: bool | None) -> None:
+    def backward(self, micro: MicroBatch | None, loss: Tensor, samples: float, last: bool | None) -> None:
         """`last`: of this slice, of which a loop may give several."""
+        assert micro is not None
         last, unit = last is not False, self._run.unit
         if micro.number == 0:
             self._driver.reach("forward")
@@ -150,29 +146,30 @@ class SliceSteps:
             self._run.trained = micro
         self._replica.seal()
 
-    def step(self, micro: MicroBatch) -> tuple[bool, StepSkipped | None]:
-        self._replica.unseal()
-        self.is_done = True
-        if micro.last:
-            self._driver.reach("sent")
-        return micro.last, None
+    def is_ready(self, micro: MicroBatch | None) -> bool:
+        return micro is not None and micro is self._run.trained
 
-    def agree(self, committed: Committed, means: list[Tensor]) -> StepDecision:
+    def end(self, micro: MicroBatch | None) -> StepSkipped | None:
+        self._replica.unseal()
+        if micro is not None and micro.last:
+            self._driver.reach("sent")
+        return None
+
+    def apply(self, outcome: Outcome) -> StepDecision:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
-        norm = sums.load(means, bytes(committed.used))
-        overflow = OVERFLOW if run.scale.is_on and has_overflowed(committed) else None
-        decision = decide_mean(committed.samples, committed.loss, norm, 1.0, run.config.clip, overflow)
-        run.scale.learn(committed.samples, committed.rows)
+        norm = sums.load(outcome.means, outcome.used)
+        overflow = OVERFLOW if run.scale.is_on and outcome.overflowed else None
+        decision = decide_mean(outcome.samples, outcome.loss, norm, 1.0, run.config.clip, overflow)
+        run.scale.learn(outcome.samples, outcome.rows)
         if decision.fault is not None:
             sums.restore_buffers()
-            run.next_turn()
-            return decision
-        sums.apply_buffers(means, bytes(committed.buffers))
-        run.good_step()
-        run.set_lr(run.rows_seen)
-        self._replica.apply(decision.scale)
-        sums.reset()
+        else:
+            sums.apply_buffers(outcome.means, outcome.buffers)
+            run.good_step()
+            run.set_lr(run.rows_seen)
+            self._replica.apply(decision.scale)
+            sums.reset()
         run.next_turn()
         return decision
 
@@ -192,6 +189,7 @@ class SliceSteps:
 
     def forget(self) -> None:
         """Discards what was computed: the model is again as it was agreed on."""
+        self._plan = None
         self.sums.reset()
         self.sums.restore_buffers()
 
@@ -202,7 +200,7 @@ class SliceSteps:
         numbers = np.array(list(self._reports), "<u4")
         mine = [number for report in self._reports.values() for number in report]
         found = np.sum(np.array(self._replica.link.gather_rows(mine), "<f8"), axis=0).reshape(-1, 2)
-        self._send(SliceReport(self._step, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
+        self._send(SliceReport(self._version, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
 
     def _send_used(self) -> None:
         """Report which parameters the slices used, and how long they took: both are known when the last part is."""
@@ -210,7 +208,7 @@ class SliceSteps:
         busy_s = time.perf_counter() - self._started
         self._driver.check_weights(in_step=True)  # before the last part, without which nothing is committed
         none, overflowed = np.zeros(0), self._has_overflowed()
-        report = SliceReport(self._step, none.astype("<u4"), none, none, busy_s, self.sums.used_bits())
+        report = SliceReport(self._version, none.astype("<u4"), none, none, busy_s, self.sums.used_bits())
         self._send(replace(report, overflowed=1) if overflowed else report)
 
     def _has_overflowed(self) -> bool:
@@ -221,8 +219,9 @@ class SliceSteps:
 
     def _send_exact(self, exact: bytes) -> None:
         none = np.zeros(0)
-        self._send(SliceReport(self._step, none.astype("<u4"), none, none, 0.0, b"", buffers=exact))
+        self._send(SliceReport(self._version, none.astype("<u4"), none, none, 0.0, b"", buffers=exact))
 
     @property
-    def _step(self) -> int:
+    def _version(self) -> int:
+        """The agreement that the slices lead to."""
         return self._driver.member.version + 1

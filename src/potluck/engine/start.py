@@ -142,7 +142,7 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
     if stages.store is not None:  # only now: what is refused must not have touched it
         store_run = StoreRun(stages.store, rank, world, patience_s, keeps=wanted.policy.steps_together)
         link = store_run.link
-    return Engine(link, device, step=step, wanted=wanted, parts=lambda run: over_group(run, store_run))
+    return Engine(link, device, step=step, wanted=wanted, table=lambda run: over_group(run, store_run))
 
 
 def connect(invite: Invite, device: torch.device, ranks: int) -> Client:
@@ -191,4 +191,4 @@ def hosted_engine(
     client: "Client | NodeClient", device: torch.device, link: Link, wanted: Wanted, step: StepConfig
 ) -> Engine:
     """Build the engine of a worker that a host leads."""
-    return Engine(link, device, step=step, wanted=wanted, parts=lambda run: under_host(run, client))
+    return Engine(link, device, step=step, wanted=wanted, table=lambda run: under_host(run, client))

@@ -1,51 +1,13 @@
-"""Rounds: what a run does from one agreement of its replicas to the next. Steps, Windows and HostRounds are its kinds.
-
-Rounds talk to the other replicas. How rows go through this one is up to the replica (replica.py, staged.py), and who
-keeps the run to its lifecycle (lifecycle.py). None knows which of the others' kinds it works with.
-"""
+"""Checks that the workers of a group have the same data and settings."""
 
 import json
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from potluck.agree.terms import SAME_DATA, Fingerprint, differing_data, differing_settings
 from potluck.data.loader import Loader
-from potluck.data.plan import BatchConfig
-from potluck.data.source import DataSource
-from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
 from potluck.errors import ConfigError
-from potluck.events import StepDone, StepSkipped
-from potluck.link.grid import Nodes
 from potluck.words import plural
-
-
-class Rounds(Protocol):
-    @property
-    def has_fixed_shares(self) -> bool:
-        """Whether each pipeline's part of a batch stays as it was at first."""
-
-    @property
-    def nodes(self) -> Nodes | None:
-        """Where replicas step by themselves: the ranks of ours, and of the others those who hold what we do."""
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether this worker is within a step or a window, where the others may be elsewhere in it."""
-
-    def begin(self, replica: Replica) -> None:
-        """The replica is complete."""
-
-    def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader: ...
-
-    def backward(self, loss: Tensor, samples: float, last: bool | None) -> None: ...
-
-    def step(self) -> StepDone | StepSkipped | None:
-        """After each backward: ends the step if that was its last, and the round if that was its last step."""
-
-    def settle(self) -> None:
-        """All replicas are equal after this. Called on every worker alike."""
 
 
 def check_same_data(run: RunState, loader: Loader) -> None:

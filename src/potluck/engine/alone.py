@@ -1,0 +1,208 @@
+"""StepAlone: this worker steps its own optimizer over rows of its own, batch by batch, and all agree once a window.
+
+What that changed is what travels. The same in a group and under a host: how the mean is formed is said by a Mean
+(means.py), and when a window ends by the table.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from potluck.agree.records import Range, Report
+from potluck.agree.step_report import StepDecision
+from potluck.data.loader import Loader
+from potluck.data.plan import MicroBatch
+from potluck.data.rows import mix
+from potluck.devices import synchronize
+from potluck.engine.figures import WindowFigures
+from potluck.engine.local_steps import backward, end_batch, step_alone
+from potluck.engine.replica import Replica
+from potluck.engine.run_state import RunState
+from potluck.engine.table import Give, Outcome, RoundPlan
+from potluck.engine.window_delta import WindowDelta
+from potluck.events import StepSkipped
+from potluck.link.link import Link
+
+
+@dataclass(kw_only=True, slots=True)
+class WindowSide:
+    """What a table says of windows."""
+
+    name: Callable[[], str]
+    """This replica's, where a step of it is skipped."""
+    within: Link
+    """The ranks that are this replica together."""
+    sees_end: Callable[["StepAlone", float, float], bool]
+    """Asked after each batch, with the batches and rows that are done by then: whether the window is over for us."""
+    seeds: Callable[[RoundPlan, MicroBatch], tuple[int, ...]]
+    """What a micro-batch's random numbers depend on, beside the run's seed."""
+    apply: Callable[[Outcome], None]
+    """Merges the mean."""
+    on_batch: Callable[[int], None] = lambda done: None
+    """Called as a batch ends, after so many others."""
+
+
+class StepAlone:
+    ends_each = False
+
+    def __init__(self, run: RunState, replica: Replica, delta: WindowDelta, side: WindowSide) -> None:
+        assert run.composition.window is not None
+        self._run = run
+        self._replica = replica
+        self.delta = delta
+        self._side = side
+        self.figures = WindowFigures(run.composition.window.figures)
+        self.window = Report()
+        """What this replica has done of the window, over all its ranks."""
+        self.bad_samples = 0.0
+        """The samples of its steps that were skipped."""
+        self.stopped = 0
+        """The row at which it stopped before the end of its part; 0: it did all of it."""
+        self.started = 0.0
+        self._norm = 0.0
+        self._skipped = 0
+        self._batches: list[tuple[Range, tuple[MicroBatch, ...]]] = []
+        self._micros: list[MicroBatch] = []
+        self._is_over = True
+        self._plan: RoundPlan | None = None
+
+    def begin(self, plan: RoundPlan) -> None:
+        """Also again within a window, with what a lost worker had of it."""
+        run = self._run
+        self._plan, self._batches, self._micros = plan, list(plan.batches), []
+        self.window, self.bad_samples, self.stopped = Report(), 0.0, 0
+        self._is_over = not plan.batches
+        self.delta.begin()
+        self.figures.begin()
+        if run.scheduled is not None:
+            run.scheduled.begin_window()
+        run.forget_round()  # a window that was left in the middle may have left a batch in the middle of its turns
+        self.started = time.perf_counter()
+
+    def next(self) -> Give | None:
+        """The batches one after the other, each in micro-batches, as often as there are turns."""
+        if self._is_over:
+            return None
+        if not self._micros:
+            _, micros = self._batches[0]
+            self._micros = [*micros] * self._run.turns.count
+        return Give(self._micros.pop(0))
+
+    def seeds_of(self, seed: int, micro: MicroBatch) -> tuple[int, int | None]:
+        assert self._plan is not None
+        own = mix(seed, *self._side.seeds(self._plan, micro))
+        return mix(own, 1), own  # what the model draws must not depend on which process reads rows
+
+    def expect(self, loader: Loader) -> None:
+        """Who gets which rows of the next window is planned again."""
+        plan = self._plan
+        assert plan is not None
+
+        def expected() -> Iterator[tuple[MicroBatch, int]]:
+            for _, micros in plan.batches:
+                yield from ((micro, self.seeds_of(loader.seed, micro)[0]) for micro in micros)
+
+        first = plan.batches[0][0][0] if plan.batches else 0
+        loader.follow((plan.epoch, plan.version, *(edge for rows, _ in plan.batches for edge in rows)), first, expected)
+
+    def backward(self, micro: MicroBatch | None, loss: Tensor, samples: float, last: bool | None) -> None:
+        assert micro is not None
+        backward(self._run, micro, loss, samples, micro.last if last is None else last and micro.last)
+
+    def is_ready(self, micro: MicroBatch | None) -> bool:
+        return self._run.tally.is_last
+
+    def end(self, micro: MicroBatch | None) -> StepSkipped | None:
+        """Steps this replica's optimizer once its batch is done."""
+        run, side, plan, before = self._run, self._side, self._plan, self.window
+        if not run.tally.is_last:
+            return None
+        assert plan is not None
+        side.on_batch(int(before.batches))
+        (first, end), _ = self._batches[0]
+        is_last, rows = run.turns.is_last, before.rows + end - first
+        # All ranks of this replica step as one, and stop as one: the first decides.
+        within = side.within
+        is_over = is_last and within.world > 1 and within.rank == 0 and side.sees_end(self, before.batches + 1, rows)
+        done, own_samples, decision = end_batch(run, within, is_over=is_over)
+        self.figures.add(done)
+        self._note(done, is_last=is_last, is_good=decision.fault is None)
+        # As if all replicas were as far in the window as this one.
+        done_share = round(plan.rows * min(plan.part, rows) / plan.part) if plan.part else plan.rows
+        by_now = run.rows_seen + plan.row - run.at.row + done_share
+        skipped = step_alone(run, decision, own_samples, by_now, side.name(), stretch=plan.stretch)
+        if decision.fault is None:
+            self._norm = decision.norm
+        run.next_turn()
+        if is_last:
+            self._batches.pop(0)
+            self._micros = []
+            if within.world == 1:
+                is_over = bool(self._batches) and side.sees_end(self, self.window.batches, self.window.rows)
+            else:
+                is_over = bool(done.is_over)
+            if self._batches and is_over:
+                self.stopped = end
+            self._is_over = is_over or not self._batches
+        return skipped
+
+    def _note(self, done: Report, *, is_last: bool, is_good: bool) -> None:
+        before = self.window
+        self._skipped += not is_good
+        if not is_last:
+            self.window = before._replace(skipped=before.skipped + (not is_good))
+            return
+        self.bad_samples += 0.0 if is_good else done.samples
+        self.window = before._replace(
+            samples=before.samples + done.samples * is_good,
+            loss_sum=before.loss_sum + (done.loss_sum if is_good else 0.0),
+            rows=before.rows + done.rows,
+            batches=before.batches + 1,
+            skipped=before.skipped + (not is_good),
+            skipped_rows=before.skipped_rows + (0 if is_good else done.rows),
+        )
+
+    def take_skipped(self) -> int:
+        """How many of this worker's own steps were skipped in the window that is agreed on now."""
+        skipped, self._skipped = self._skipped, 0
+        return skipped
+
+    @property
+    def busy_s(self) -> float:
+        """How long this replica has computed, once what it was given is done."""
+        synchronize(self._run.device)
+        return time.perf_counter() - self.started
+
+    @property
+    def mean_loss(self) -> float:
+        return self.window.loss_sum / self.window.samples if self.window.samples else math.nan
+
+    def apply(self, outcome: Outcome) -> StepDecision:
+        """The mean of what all changed, from where all began."""
+        self._side.apply(outcome)
+        return StepDecision(outcome.samples, outcome.loss, self._norm, 1.0, None)
+
+    # What all agreed on
+
+    def hash_weights(self) -> tuple[str, Tensor]:
+        return self._replica.hash_weights(self.delta.agreed(), self.delta.agreed_buffers)
+
+    def quick_digest(self) -> Tensor:
+        return self._replica.quick_digest(self.delta.agreed(), self.delta.agreed_buffers)
+
+    def as_agreed(self) -> AbstractContextManager[None]:
+        return self.delta.as_agreed()
+
+    def forget(self) -> None:
+        self._is_over = True
+        self._replica.drop()
+        self.delta.forget()
+
+    def start_anew(self) -> None:
+        self._is_over = True
+        self._replica.drop()
+        self.delta.start_anew()
