@@ -146,7 +146,7 @@ def _learn_ours(seat: Seat, lesson: Lesson, contender: str, every_rows: int) -> 
         windows += 1
         curve.take(fleet.rows_seen, last=fleet.rows_seen >= lesson.rows)
         if fleet.rows_seen >= lesson.rows:
-            fleet.run.stopping = True
+            fleet.end()
 
     fleet.after_agreement.append(after_step)
     dist.barrier()

@@ -232,7 +232,7 @@ def _compete_ours(meter: Meter, data: Tensor, contender: str) -> dict[str, Any]:
 
     def agreed() -> None:
         if meter.agreed(fleet.rows_seen):
-            fleet.run.stopping = True  # on every rank alike
+            fleet.end()  # on every rank alike
 
     fleet.events.listeners.append(heard)
     fleet.after_agreement.append(agreed)

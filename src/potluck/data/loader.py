@@ -315,10 +315,12 @@ class Loader:
         left = self._order()[self.position.row :]
         return self.dataset.saved(int(left.min()) if len(left) else (self.position.epoch + 1) * self.rows)
 
-    def restore_stream(self, saved: list[list[Any]]) -> None:
+    def restore(self, seed: int, stream: list[list[Any]]) -> None:
+        """The run stands elsewhere. `stream`: what saved_stream() gave there."""
+        self.seed, self.current = seed, None
         if isinstance(self.dataset, StreamRows):
             self.dataset.seed = self.seed
-            self.dataset.restore(saved)
+            self.dataset.restore(stream)
 
     def seen(self) -> Fingerprint:
         """Return the content of some rows of this epoch, as this worker has read them from a stream."""

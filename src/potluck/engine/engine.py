@@ -522,7 +522,7 @@ class Engine(Handle):
         alike, in after_step or after_agreement."""
         if not self.run.is_at_the_end:
             self.table.end_for_all()
-        self.run.stopping = True
+        self.run.stop()
 
     def interrupted(self, where: str = "") -> Interrupted:
         """The error to raise where a loop ends before the run does: it says after which step, and then `where`."""

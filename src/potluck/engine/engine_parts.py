@@ -16,6 +16,7 @@ from potluck.engine.replica import GradientForm, Replica
 from potluck.engine.run_state import RunState
 from potluck.engine.table import Table
 from potluck.link.grid import Nodes, make_nodes
+from potluck.save.saves import Saves
 from potluck.sharding.blocks import find_blocks, fits_fully_shard
 from potluck.sharding.strategy import ShardingStrategy
 from potluck.sharding.whole_steps import check_can_cut, check_hooks
@@ -32,9 +33,11 @@ def over_group(run: RunState, store_run: "StoreRun | None" = None) -> Table:
     """Workers that reach each other over a link. `store_run`: where they meet in a store, of which the link is."""
     if store_run is not None:
         from potluck.engine.store_keeper import StoreKeeper
+        from potluck.save.store_run import StoreSaves
 
         run.keeper = StoreKeeper(run, store_run)
-    return GroupTable(run)
+        return GroupTable(run, StoreSaves(run.link, run.events, store_run))
+    return GroupTable(run, Saves(run.link, run.events))
 
 
 def under_host(run: RunState, client: "Client | NodeClient") -> Table:

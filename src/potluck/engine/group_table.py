@@ -41,9 +41,10 @@ from potluck.engine.window_delta import WindowDelta
 from potluck.environment import ONLY
 from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.events import EpochDone, WorkerStep
-from potluck.fleet.ledger import Ledger, prove
+from potluck.fleet.ledger import prove
 from potluck.link.grid import Nodes, make_nodes
 from potluck.link.link import Alone, Pending, Rows, loss_of_peer
+from potluck.save.saves import Saves
 from potluck.save.whole_state import is_in_parts, whole_state
 from potluck.words import say
 
@@ -68,9 +69,10 @@ class GroupTable:
     is_replaying = False
     """Whether the step being applied was taken by others before this worker joined."""
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: RunState, saves: Saves) -> None:
         composed = run.composition
         self._run = run
+        self._saves = saves
         self.nodes: Nodes | None = None
         self._plans: GroupPlans
         if composed.window is None:
@@ -103,8 +105,8 @@ class GroupTable:
         self.rank, self.world = run.link.rank, run.link.world
         self.keeps_folder = self.rank == 0
         """Whether this worker writes the run folder."""
-        run.speaks = self.rank == 0 or ONLY in os.environ
-        run.say = say if run.speaks else lambda sentence: None
+        speaks = self.rank == 0 or ONLY in os.environ
+        run.speak(speaks, say if speaks else lambda sentence: None)
 
     # Preparing
 
@@ -396,16 +398,17 @@ class GroupTable:
             weights = "THE WORKERS' WEIGHTS HAD DRIFTED APART, and are worker 0's again"
         skipped = f", {run.at.skipped_rows:,} of them in steps that were skipped" if run.at.skipped_rows else ""
         seen = compared or ("" if run.data else UNCOMPARED)
-        run.ledger = Ledger()
+        run.begin_ledger()
         epoch = run.loader.position.epoch
-        run.last_epoch = EpochDone(
+        done = EpochDone(
             epoch=epoch,
             used=proof.used,
             total=proof.total,
             same_weights=same,
             sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{seen}; {weights}." if self.world > 1 else "."),
         )
-        run.events.emit(run.last_epoch)
+        run.prove(done)
+        run.events.emit(done)
 
     def _compare_orders(self, loader: Loader, digests: list[str]) -> None:
         """Compare the orders of the next epoch: none may be begun in different orders."""
@@ -465,7 +468,7 @@ class GroupTable:
         return f"Stopped after step {self._run.step_number}."
 
     def request_stop(self) -> None:
-        self._run.wants_stop = True
+        self._run.ask_to_stop()
 
     def seed_random(self, seed: int) -> None:
         self._run.seed_random(seed)
@@ -498,7 +501,7 @@ class GroupTable:
         with self._within("fleet.save()"):
             self.settle()
             standing, kept = take_position(run)
-            run.saves.save(folder, run.prepared(), standing, keep_last, kept)
+            self._saves.save(folder, run.prepared(), standing, keep_last, kept)
         self._saved_last = folder, standing["step"]
         if run.keeper is not None:
             run.keeper.on_saved()
@@ -516,7 +519,7 @@ class GroupTable:
         self._folder = folder
         run = self._run
         with self._within("fleet.load()"):
-            standing = run.saves.load(folder, run.prepared(), partial(check_position, run))
+            standing = self._saves.load(folder, run.prepared(), partial(check_position, run))
         if standing is None:
             return False
         self._moved += 1
@@ -531,19 +534,19 @@ class GroupTable:
 
     def wait_for_saves(self) -> None:
         with self._within("fleet.wait_for_saves()"):
-            self._run.saves.wait_together()
+            self._saves.wait_together()
 
     def close(self, error: BaseException | None) -> None:
         """Finishes what is still being written, and leaves. `error`: what ended the loop."""
         run = self._run
         if isinstance(error, WorkerLost) or (error is not None and loss_of_peer(error) is not None):
-            run.saves.one_is_gone()
+            self._saves.one_is_gone()
         if run.keeper is not None:
             run.keeper.close(has_failed=error is not None and not isinstance(error, Interrupted))
         if run.replica is not None:
             run.replica.close()
         try:
-            run.saves.wait()
+            self._saves.wait()
             if error is None:
                 run.link.end_well()
         finally:

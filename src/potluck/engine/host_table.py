@@ -52,7 +52,6 @@ from potluck.events import EpochDone, Sampled, WorkerStep
 from potluck.fleet.client import Client, Means
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.gathering import MOST_BYTES
-from potluck.fleet.ledger import Ledger
 from potluck.fleet.tree import sized_rows, slice_rows
 from potluck.link.grid import Nodes
 from potluck.save.saves import Saves, saved_part
@@ -101,9 +100,8 @@ class HostTable:
         self.was_moved = False
         """Whether the run was moved to another epoch than the loop was in."""
         self._view: JoinedView | None = None
-        run.speaks = QUIET not in os.environ and run.link.rank == 0
-        run.say = client.say
-        run.saves = Saves(run.link, run.events, is_gone=lambda: self.driver.member.is_over)
+        run.speak(QUIET not in os.environ and run.link.rank == 0, client.say)
+        self._saves = Saves(run.link, run.events, is_gone=lambda: self.driver.member.is_over)
         run.events.on(Sampled, self._send_sample)
         client.on_stop = self._on_stop
         atexit.register(self._close_at_exit)
@@ -382,7 +380,6 @@ class HostTable:
     def end_round(self) -> Waits[None]:
         run = self.run
         yield from self._keep()
-        run.trained = None
         if run.wants_stop and not run.stopping:
             yield from self.driver.leave()
 
@@ -456,13 +453,12 @@ class HostTable:
             self.close(None)
             raise run.interrupted(words)
         if not run.is_at_the_end and not self._is_over:
-            run.stopping = False  # the stop came after the end
+            run.continue_()  # the stop came after the end
 
     def end_of_epoch(self) -> None:
         """The host has proved the epoch, and reported that with its last step."""
         run = self.run
         assert run.loader is not None
-        run.ledger = Ledger()
         if run.last_epoch is not None and run.last_epoch.epoch == run.loader.position.epoch:
             run.events.emit(run.last_epoch)
 
@@ -504,7 +500,7 @@ class HostTable:
         self.client.ask_to_stop()
 
     def _on_stop(self) -> None:
-        self.run.wants_stop = True
+        self.run.ask_to_stop()
         self.driver.member.wants_stop = why_leaving(TAKEN_BACK if is_taken_back() else "asked to stop")
 
     def seed_random(self, seed: int) -> None:
@@ -609,7 +605,7 @@ class HostTable:
     def load_state(self, folder: Path) -> tuple[int, int]:
         """From a folder that all ranks see: the version and the step that it is of."""
         run = self.run
-        standing = run.saves.load(folder, run.prepared(), partial(check_position, run))
+        standing = self._saves.load(folder, run.prepared(), partial(check_position, run))
         assert standing is not None and run.loader is not None
         run.link.gather_rows([0.0])  # until all ranks have read it
         self.works.start_anew()
@@ -622,7 +618,7 @@ class HostTable:
         run = self.run
         with self.looking.aside(), self.works.now.as_agreed():
             standing, kept = take_position(run)
-            write = run.saves.take(folder, run.prepared(), standing, kept, with_randoms=False)
+            write = self._saves.take(folder, run.prepared(), standing, kept, with_randoms=False)
             self.driver.check_weights()
         assert write is not None
         return write

@@ -107,7 +107,8 @@ class MemberDriver:
         """Waits until this worker is in the run, or out of it."""
         while not self.member.is_settled:
             yield from self._hear()
-        self._table.run.stopping |= self.member.is_over
+        if self.member.is_over:
+            self._table.run.stop()
 
     def _hear(self) -> Waits[None]:
         heard = yield Hearing(self.client, self.member.wait_s(time.monotonic()))

@@ -102,8 +102,10 @@ class Round:
         else:
             event = run.skip(decision, step=run.step_number)
             run.skipped_steps(1, outcome.rows)
-        run.last_epoch = outcome.epoch or run.last_epoch
-        run.stopping |= outcome.stops
+        if outcome.epoch is not None:
+            run.prove(outcome.epoch)
+        if outcome.stops:
+            run.stop()
         run.tell(event)  # Diverged after too many bad steps in a row
         run.tell_agreed(steps_before)  # callbacks, which may evaluate, save and gather over the table
         yield from table.end_round()

@@ -5,7 +5,7 @@ Everything here is the same on every worker, or is made so. Knows neither how a 
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from potluck.agree.loss_scale import LossScale
-from potluck.agree.records import Position, RunTerms
+from potluck.agree.records import Position, Range, RunTerms
 from potluck.agree.step_report import StepDecision
 from potluck.agree.terms import Fingerprint
 from potluck.agree.turns import Turns
@@ -39,7 +39,6 @@ from potluck.fleet.ledger import Ledger
 from potluck.link.grid import Grid, make_grid, whole_grid
 from potluck.link.link import Link
 from potluck.save.checkpoint_folder import BEST
-from potluck.save.saves import Saves
 from potluck.save.state import UserState
 from potluck.words import say
 
@@ -126,7 +125,6 @@ class RunState:
 
     grid: Grid = field(init=False)
     """The grid: which worker holds which stage, for whose rows."""
-    saves: Saves = field(init=False)
     kept: Kept = field(default_factory=Kept)
     """Pairs of save and load for what a checkpoint keeps of where the run stands, beside its position."""
     keeper: "StoreKeeper | None" = None
@@ -140,7 +138,6 @@ class RunState:
     def __post_init__(self) -> None:
         make = whole_grid if self.wanted.stages is None else partial(make_grid, workers=self.composition.stages)
         self.grid = make(self.link, each=self.composition.node_size)
-        self.saves = Saves(self.link, self.events)
         self.scale = LossScale(is_on=self.config.precision == "fp16")
         self.kept.add(
             "loss_scale", lambda tensors: self.scale.standing(), lambda saved, tensors: self.scale.restore(saved)
@@ -154,7 +151,32 @@ class RunState:
             raise ConfigError("Call prepare(model, optimizer, ...) first.")
         return self.replica
 
+    # What is decided
+
+    def ask_to_stop(self) -> None:
+        """This worker wishes that all stop, or that it may leave."""
+        self.wants_stop = True
+
+    def stop(self) -> None:
+        """All workers stop after the step that is done; or the run is over for this one."""
+        self.stopping = True
+
+    def continue_(self) -> None:
+        """The run has gone back behind the end at which it stopped."""
+        self.stopping = False
+
+    def prove(self, epoch: EpochDone) -> None:
+        self.last_epoch = epoch
+
+    def begin_ledger(self, ranges: Sequence[Range] = ()) -> None:
+        """A new epoch is counted; or the rest of one of which these rows are done."""
+        self.ledger = Ledger(list(ranges))
+
     # What is said
+
+    def speak(self, speaks: bool, say: Callable[[str], None]) -> None:
+        """Whether this worker shows the run to a person, and how it says a sentence."""
+        self.speaks, self.say = speaks, say
 
     def notice(self, sentence: str) -> None:
         """Something is not as a person may think, and the run continues."""
@@ -297,6 +319,9 @@ class RunState:
             self.tally.rows += micro.end - micro.start
             if self.turns.is_last:
                 self.ledger.record(micro.start, micro.end)
+        self.note_trained(micro)
+
+    def note_trained(self, micro: MicroBatch) -> None:
         self.trained = micro
 
     def good_step(self) -> None:

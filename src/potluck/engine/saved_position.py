@@ -8,7 +8,6 @@ from potluck.agree.terms import differing_data
 from potluck.data.loader import Loader
 from potluck.engine.run_state import RunState
 from potluck.errors import CheckpointError
-from potluck.fleet.ledger import Ledger
 from potluck.save.saves import TENSORS, KeptTensors, Standing
 from potluck.save.state import tensors_json
 from potluck.words import plural
@@ -61,13 +60,11 @@ def restore_position(run: RunState, standing: Standing) -> None:
     run.seek(position if run.loader is not None else replace(position, epoch=0, row=0, left=()))
     if run.loader is not None:
         _tell_of_changes(run, standing, run.loader)
-        run.loader.seed = standing["seed"]
-        run.loader.restore_stream(standing.get("stream", []))
-        run.loader.current = None
+        run.loader.restore(standing["seed"], standing.get("stream", []))
     run.kept.load(standing)
     run.state.tell_loaded()
     # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
-    run.ledger = Ledger([(0, standing["row"])] if run.link.rank == 0 else [])
+    run.begin_ledger([(0, standing["row"])] if run.link.rank == 0 else [])
 
 
 def _tell_of_changes(run: RunState, standing: Standing, loader: Loader) -> None:

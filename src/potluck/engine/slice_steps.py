@@ -143,7 +143,7 @@ class SliceSteps:
         self._replica.end_backward()
         if last:
             self.sums.finish_slice(self._samples, unit)
-            self._run.trained = micro
+            self._run.note_trained(micro)
         self._replica.seal()
 
     def is_ready(self, micro: MicroBatch | None) -> bool:

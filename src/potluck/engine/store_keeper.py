@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.saved_position import check_position, position_as_json, restore_position
 from potluck.engine.slices import describe_model
-from potluck.fleet.ledger import Ledger
 from potluck.save.left_out import leave_out
-from potluck.save.store_run import StoreRun, StoreSaves
+from potluck.save.store_run import StoreRun
 from potluck.store.sessions import Tenant
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ class StoreKeeper:
         self.store_run = store_run
         self._replica: StagedReplica | None = None
         self._has_saved = self._has_met = False
-        run.saves = StoreSaves(run.link, run.events, store_run)
 
     def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
         """Says what this worker brings before anything else: the store may be another run's."""
@@ -60,7 +58,7 @@ class StoreKeeper:
         replica.remember_buffers()
         check_position(run, Path(f"What worker {run.link.rank} kept of itself"), notes["standing"])
         restore_position(run, notes["standing"])
-        run.ledger = Ledger([(start, end) for start, end in notes["ledger"]])
+        run.begin_ledger([(start, end) for start, end in notes["ledger"]])
         replica.passes, run.caller.memo = notes["passes"], notes["memo"]
         store_run.link.log.is_open = False
         store_run.kept = None
