@@ -27,9 +27,9 @@ MAY_IMPORT = {
     " save.checkpoint_receiver save.export save.run_folder wire.words fleet.base_folder fleet.coordinator"
     " fleet.description fleet.effects fleet.flight fleet.invite fleet.journal fleet.server",
 }
-PARTS = {"lifecycle", "rounds"}
+PARTS = {"works"}
 """Parts of an engine that nothing else is called."""
-OF_HANDLES = {*PARTS, "run", "layers", "link"}
+OF_HANDLES = {*PARTS, "run", "round", "table", "link"}
 """Parts of an engine; a page may have a run of its own, and a model layers."""
 
 

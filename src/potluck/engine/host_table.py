@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
+from potluck.agree.records import Position
 from potluck.agree.step_report import StepDecision
 from potluck.agree.windows import stretch_of
 from potluck.coded_numbers import coding_of
@@ -32,7 +33,6 @@ from potluck.engine.look_sums import Figures, LookSums, add_up, means_of
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.means import HostMean
-from potluck.engine.member_driver import MemberDriver
 from potluck.engine.moments import are_averaged
 from potluck.engine.node_client import NodeClient
 from potluck.engine.node_mean import NodeMean
@@ -44,26 +44,62 @@ from potluck.engine.saved_position import check_position, restore_position, take
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import Gradients, WholeGradients, describe_model, state_specs
 from potluck.engine.split_gradients import SplitGradients
+from potluck.engine.state_transfer import StateTransfer
 from potluck.engine.table import Outcome, RoundPlan, RoundWork, Waits, Works, drive
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import QUIET, TAKEN_BACK, why_leaving
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import EpochDone, Sampled, WorkerStep
-from potluck.fleet.client import Client, Means
+from potluck.fleet.client import Client, ConnectionLost, Means
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.gathering import MOST_BYTES
+from potluck.fleet.member_driver import Looked, MemberDriver
+from potluck.fleet.phases import enter_phase
 from potluck.fleet.tree import sized_rows, slice_rows
 from potluck.link.grid import Nodes
 from potluck.save.saves import Saves, saved_part
 from potluck.save.whole_state import whole_state
 from potluck.signals import is_taken_back, on_interrupt
 from potluck.tensor_bytes import join_bytes, split_bytes
-from potluck.wire.messages import SliceReport, Work, Wrote
+from potluck.wire.messages import Applied, Message, SliceReport, Welcome, Work, Wrote
 from potluck.wire.words import clean_all
 
 if TYPE_CHECKING:
     from potluck.engine.buckets import Allocate
     from potluck.engine.joined_view import JoinedView
+
+
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """The next message of the host."""
+
+    client: Client | NodeClient
+    timeout_s: float
+
+    def wait(self) -> Message | ConnectionLost | None:
+        return self.client.receive(timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Connecting:
+    """The host, where the connection to it was lost."""
+
+    client: Client | NodeClient
+
+    def wait(self) -> Welcome:
+        return self.client.connect(again=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """The means of a step, but for some parts."""
+
+    client: Client | NodeClient
+    step: int
+    without: frozenset[int]
+
+    def wait(self) -> Means | None:
+        return self.client.take_means(self.step, self.without)
 
 
 class HostTable:
@@ -81,8 +117,13 @@ class HostTable:
     def __init__(self, run: RunState, client: Client | NodeClient) -> None:
         self.run = run
         self.client = client
-        self.driver = MemberDriver(client, run.link, self)
-        self._sender = PartSender(self.driver, run.device)
+        self.driver = MemberDriver(self)
+        self._states = StateTransfer(client, run.link)
+        self._sender = PartSender(self, run.device)
+        self._glance: torch.Tensor | None = None
+        """The quick digest of the weights when the host was last told their digest."""
+        self._sum_of: Callable[[int, int], LookSums] | None = None
+        """Evaluates rows, while all evaluate some."""
         self._alone: StepAlone | None = None
         self._mean: HostMean | None = None
         self._parts: tuple[Part, ...] = ()
@@ -145,7 +186,7 @@ class HostTable:
         else:
             buffers, collected = SavedBuffers(replica.model).parts, mean.collected if mean is not None else None
             gradients = SplitGradients(replica, self.client, buffers, collected, coding)  # type: ignore[arg-type]
-        return SliceSteps(self.run, replica, self.driver, self._sender, gradients)
+        return SliceSteps(self.run, replica, self, self._sender, gradients)
 
     def _make_alone(self, replica: Replica, room: "Allocate | None") -> tuple[StepAlone, HostMean]:
         run, sender, window = self.run, self._sender, self.run.composition.window
@@ -167,7 +208,7 @@ class HostTable:
             sees_end=lambda work, batches, rows: self.client.wants_stop and self._can_be_cut,
             seeds=lambda plan, micro: (plan.version, micro.start),
             apply=self._take_mean,
-            on_batch=lambda done: self.driver.reach("batch", done=done),
+            on_batch=lambda done: self.announce("batch", done=done),
         )
         self._alone = StepAlone(run, replica, delta, side)
         return self._alone, mean
@@ -249,7 +290,7 @@ class HostTable:
         if work is None:
             self.driver.check_weights()
             return RoundPlan(version=member.version + 1, epoch=run.at.epoch, row=0, rows=0, is_together=None)
-        self.driver.reach("computing", work.step)
+        self.announce("computing", work.step)
         nodes = tuple((int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True))
         bounds = tuple(
             sized_rows(work.row, map(int, work.sizes))
@@ -360,7 +401,7 @@ class HostTable:
         if run.link.world == 1:  # to look costs ranks a sum, and they look before they agree
             driver.check_weights(in_step=True)  # what the window began with, which its change is counted from
         work.delta.end(samples * run.unit)
-        driver.reach("sent")
+        self.announce("sent")
 
     def _take_mean(self, outcome: Outcome) -> None:
         assert self._mean is not None and self._alone is not None
@@ -370,11 +411,10 @@ class HostTable:
             self._mean.finish_moments()
 
     def applied(self, outcome: Outcome, decision: StepDecision) -> Waits[Outcome]:
-        yield from ()
         assert self._means is not None
         self.client.give_back(self._means)
         self._means = None
-        self.driver.tell_applied(decision.norm, decision.fault or "")
+        yield from self.driver.tell_applied(decision.norm, decision.fault or "")
         return replace(outcome, means=(), seconds=outcome.seconds + time.perf_counter() - self._heard_at)
 
     def end_round(self) -> Waits[None]:
@@ -535,7 +575,11 @@ class HostTable:
             found = None
             if has_part:
                 size = min(len(rows), max(1, looked_at.batch_size))
-                found = drive(self.driver.evaluate(len(rows), size, sum_of))
+                self._sum_of = sum_of
+                evaluation = drive(self.driver.evaluate(len(rows), size))
+                self._sum_of = None
+                if evaluation.samples:  # else this worker had no part in it
+                    found = means_of(evaluation.names, evaluation.figures, evaluation.samples)
             if found is None:
                 one = sum_of(0, 1)
                 found = means_of(one.names, [math.nan] * len(one.figures), 1.0)
@@ -593,27 +637,116 @@ class HostTable:
         drive(self._await_saves())
 
     def _await_saves(self) -> Waits[None]:
-        yield from self.driver.await_saves(until_kept=True, speaks=self.run.speaks)
+        yield from self.driver.await_saves(until_kept=True, on_error=self._say_unsaved)
+
+    def _say_unsaved(self, error: str) -> None:
+        if self.run.speaks:
+            self.client.say(f"{error.removesuffix('.')}. It is tried again. Ctrl-C leaves all the same.")
 
     # What MemberDriver asks for
+
+    @property
+    def rows_seen(self) -> int:
+        return self.run.rows_seen
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def send(self, message: Message) -> None:
+        self.client.send(message)
+
+    def say(self, sentence: str) -> None:
+        self.client.say(sentence)
+
+    def hear(self, timeout_s: float) -> Waits[Message | ConnectionLost | None]:
+        heard: Message | ConnectionLost | None = yield Hearing(self.client, timeout_s)
+        return heard
+
+    def connect(self) -> Waits[Welcome]:
+        welcome: Welcome = yield Connecting(self.client)
+        return welcome
+
+    def average(self, step: int, without: frozenset[int]) -> Waits[Means | None]:
+        means: Means | None = yield Averaging(self.client, step, without)
+        return means
+
+    def pass_over_until(self, step: int) -> None:
+        self.client.pass_over_until(step)
+
+    def reach(self, phase: str, step: int) -> Waits[None]:
+        yield from ()
+        enter_phase(phase, step, worker=self)
+
+    def announce(self, phase: str, step: int = 0, **what: Any) -> None:
+        """A phase of the step under way begins, or of the named one."""
+        enter_phase(phase, step or self.driver.member.version + 1, worker=self, **what)
+
+    def welcome(self) -> Welcome:
+        assert self.client.welcome is not None
+        return self.client.welcome
 
     def describe(self) -> Description:
         caller = self.run.caller
         limit = caller.rows_limit or 0
-        return replace(self.description, training=caller.training, rows_limit=limit, told=caller.about)
+        described = replace(self.description, training=caller.training, rows_limit=limit, told=caller.about)
+        self.client.description = described
+        return described
 
-    def load_state(self, folder: Path) -> tuple[int, int]:
-        """From a folder that all ranks see: the version and the step that it is of."""
-        run = self.run
+    def digest(self) -> str:
+        digest, self._glance = self.works.now.hash_weights()
+        return digest
+
+    def is_changed(self) -> bool:
+        return self._glance is None or not torch.equal(self.works.now.quick_digest(), self._glance)
+
+    def applied_message(self, version: int, digest: str, norm: float, fault: str) -> Applied:
+        return Applied(version, digest, self.run.lr, norm, fault, self.divergence)
+
+    def stand_at(self, position: Position) -> None:
+        self.run.seek(position)
+
+    def forget(self) -> None:
+        self.works.now.forget()
+
+    def stop(self) -> None:
+        self.run.stop()
+
+    def nonfinite_hint(self) -> str:
+        return self.run.prepared().nonfinite_hint()
+
+    def look_at(self, start: int, end: int) -> Waits[Looked]:
+        yield from ()
+        assert self._sum_of is not None
+        looked = self._sum_of(start, end)
+        return Looked(looked.names, looked.figures, looked.samples)
+
+    def receive_state(self, step: int, header: str) -> None:
+        self._states.receive(step, header)
+
+    def take_chunk(self, data: bytes | memoryview) -> Waits[None]:
+        yield from ()
+        self._states.take_chunk(data)
+
+    def drop_state(self) -> None:
+        self._states.drop()
+
+    def load_state(self) -> tuple[int, int]:
+        """From a folder that all ranks see."""
+        run, folder = self.run, self._states.arrived()
         standing = self._saves.load(folder, run.prepared(), partial(check_position, run))
         assert standing is not None and run.loader is not None
         run.link.gather_rows([0.0])  # until all ranks have read it
         self.works.start_anew()
         self.was_moved |= standing["epoch"] != run.loader.position.epoch
         restore_position(run, standing)
+        self._states.drop()
         return run.at.version, run.at.step
 
-    def start_snapshot(self, folder: Path) -> Callable[[], Path | None]:
+    def serve_state(self, transfer: int, version: int) -> Waits[None]:
+        yield from ()
+        self._states.serve(transfer, version, self._snapshot)
+
+    def _snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
         run = self.run
         with self.looking.aside(), self.works.now.as_agreed():
@@ -639,7 +772,12 @@ class HostTable:
         atexit.unregister(self._close_at_exit)
         if self.client.is_closed:
             return
-        drive(self.driver.close(finished=finished))
+        if finished:
+            drive(self.driver.finish())
+        self.driver.member.end()
+        self._states.close()
+        self.client.close()
+        self._states.remove()
         if self._view is not None:
             self._view.close()
         if finished:

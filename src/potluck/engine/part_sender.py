@@ -1,6 +1,6 @@
 """PartSender: parts of a gradient, or of what a window changed, on their way to a host; off a GPU beside the work."""
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -10,14 +10,16 @@ from potluck.coded_numbers import Coding, Floats
 from potluck.coded_tensors import encode
 from potluck.devices import synchronize
 from potluck.engine.buckets import Allocate
-from potluck.engine.member_driver import MemberDriver
 from potluck.fleet.client import Client
+
+if TYPE_CHECKING:
+    from potluck.engine.host_table import HostTable
 
 
 class PartSender:
-    def __init__(self, driver: MemberDriver, device: torch.device) -> None:
-        self._driver = driver
-        self._client = driver.client
+    def __init__(self, table: "HostTable", device: torch.device) -> None:
+        self._table = table
+        self._client = table.client
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
@@ -41,8 +43,8 @@ class PartSender:
 
     def send(self, part: int, numbers: Tensor) -> None:
         """Send a part of the step that is under way."""
-        self._driver.reach("part", part=part, gradients=numbers)
-        step, coding = self._driver.member.version + 1, self._coding_of(part)
+        self._table.announce("part", part=part, gradients=numbers)
+        step, coding = self._table.version + 1, self._coding_of(part)
         if numbers.device.type != "cuda":
             numbers = numbers.cpu()
             if coding is None:

@@ -18,7 +18,7 @@ from potluck.data.plan import MicroBatch
 from potluck.engine.losses import STEP_TOO_EARLY, check_mean
 from potluck.engine.run_state import RunState
 from potluck.engine.table import Give, Outcome, RoundPlan, Table, Wait, Waits, Works
-from potluck.errors import ConfigError
+from potluck.errors import ConfigError, PotluckError
 from potluck.events import StepDone, StepSkipped
 
 
@@ -43,8 +43,9 @@ class Round:
         """What was given last, until step() has ended it."""
         self._plan: RoundPlan | None = None
         """The round under way, of which this worker has rows."""
-        self._error: BaseException | None = None
-        """The error that has ended the story: nothing can be advanced after it."""
+        self._error = ""
+        """What has ended the story: nothing can be advanced after it. As words, since an error holds on to its frames,
+        and with them to connections."""
 
     def begin(self, works: Works) -> None:
         self._works = works
@@ -175,8 +176,8 @@ class Round:
         return self._plan is not None and self._table.parts_ways(self._plan, loader.current if loader else None)
 
     def _advance(self, wanted: type[Asked]) -> Asked | None:
-        if self._error is not None:
-            raise self._error
+        if self._error:
+            raise PotluckError(f"This run has ended before: {self._error}")
         self._story = self._story or self._rest_of_epoch()
         try:
             request = next(self._story)
@@ -186,7 +187,7 @@ class Round:
             self._story = self._open = None
             return None
         except BaseException as error:
-            self._error = error
+            self._error = str(error) or type(error).__name__
             raise
         assert isinstance(request, wanted), f"The story gives {request}, and {wanted.__name__} was asked for."
         return request

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +13,6 @@ from potluck.agree.step_report import StepDecision, decide_mean
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, MicroBatch, plan_step
 from potluck.data.rows import mix
-from potluck.engine.member_driver import MemberDriver
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
@@ -27,6 +27,9 @@ ANY_ROWS = BatchConfig(size=1 << 31)
 """A slice goes through the model at once, however many rows it has."""
 
 
+if TYPE_CHECKING:
+    from potluck.engine.host_table import HostTable
+
 OVERFLOW = "a gradient overflows in fp16"
 
 
@@ -34,11 +37,11 @@ class SliceSteps:
     ends_each = True
 
     def __init__(
-        self, run: RunState, replica: Replica, driver: MemberDriver, sender: PartSender, gradients: Gradients
+        self, run: RunState, replica: Replica, table: "HostTable", sender: PartSender, gradients: Gradients
     ) -> None:
         self._run = run
         self._replica = replica
-        self._driver = driver
+        self._table = table
         self._sender = sender
         self.sums = SliceSums(replica.model, gradients, replica.link, sender.send)
         self.sums.before_last_part = self._send_used
@@ -125,7 +128,7 @@ class SliceSteps:
         assert micro is not None
         last, unit = last is not False, self._run.unit
         if micro.number == 0:
-            self._driver.reach("forward")
+            self._table.announce("forward")
         self._replica.arm(last=last)
         self._run.stand_in.close()
         samples = samples if micro.weighs else 0.0
@@ -152,7 +155,7 @@ class SliceSteps:
     def end(self, micro: MicroBatch | None) -> StepSkipped | None:
         self._replica.unseal()
         if micro is not None and micro.last:
-            self._driver.reach("sent")
+            self._table.announce("sent")
         return None
 
     def apply(self, outcome: Outcome) -> StepDecision:
@@ -194,7 +197,7 @@ class SliceSteps:
         self.sums.restore_buffers()
 
     def _send(self, report: SliceReport) -> None:
-        self._driver.client.send(report)
+        self._table.send(report)
 
     def _send_report(self) -> None:
         numbers = np.array(list(self._reports), "<u4")
@@ -206,7 +209,7 @@ class SliceSteps:
         """Report which parameters the slices used, and how long they took: both are known when the last part is."""
         self._sender.synchronize()
         busy_s = time.perf_counter() - self._started
-        self._driver.check_weights(in_step=True)  # before the last part, without which nothing is committed
+        self._table.driver.check_weights(in_step=True)  # before the last part, without which nothing is committed
         none, overflowed = np.zeros(0), self._has_overflowed()
         report = SliceReport(self._version, none.astype("<u4"), none, none, busy_s, self.sums.used_bits())
         self._send(replace(report, overflowed=1) if overflowed else report)
@@ -224,4 +227,4 @@ class SliceSteps:
     @property
     def _version(self) -> int:
         """The agreement that the slices lead to."""
-        return self._driver.member.version + 1
+        return self._table.version + 1
