@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from potluck.data.rows import mix
 from potluck.events import EpochDone, Stalled, WorkerWent
-from potluck.fleet.client import Client, ConnectionLost
+from potluck.fleet.client import Client
+from potluck.fleet.member import ConnectionLost
 from potluck.wire.codec import decode, encode
 from potluck.wire.frames import FrameReader
 from potluck.wire.messages import (

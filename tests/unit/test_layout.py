@@ -76,6 +76,7 @@ PURE = [
     "fleet/effects.py",
     "fleet/member.py",
     "fleet/member_asks.py",
+    "fleet/member_driver.py",
     "fleet/member_effects.py",
     "fleet/description.py",
     "fleet/digests.py",

@@ -21,9 +21,10 @@ from potluck.engine.start import hosted_engine
 from potluck.engine.switches import StepConfig
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, PotluckError
-from potluck.fleet.client import AverageReady, Client, ConnectionLost
+from potluck.fleet.client import AverageReady, Client
 from potluck.fleet.description import BUFFERS, Part
 from potluck.fleet.invite import Invite
+from potluck.fleet.member import ConnectionLost
 from potluck.link.link import connect
 from potluck.link.ranks import NODE, RANKS, Request, asked_ranks, is_later_rank, meet, ranks_here
 from potluck.sharding.strategy import HybridShard

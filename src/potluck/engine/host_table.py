@@ -50,9 +50,10 @@ from potluck.engine.window_delta import WindowDelta
 from potluck.environment import QUIET, TAKEN_BACK, why_leaving
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import EpochDone, Sampled, WorkerStep
-from potluck.fleet.client import Client, ConnectionLost, Means
+from potluck.fleet.client import Client, Means
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.gathering import MOST_BYTES
+from potluck.fleet.member import ConnectionLost
 from potluck.fleet.member_driver import Looked, MemberDriver
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.tree import sized_rows, slice_rows

@@ -18,9 +18,10 @@ import torch
 from potluck.coded_numbers import Floats, Octets
 from potluck.engine.node_parts import NodeParts, ranges_in_part
 from potluck.errors import ConfigError, PotluckError, WorkerLost
-from potluck.fleet.client import AverageReady, Client, ConnectionLost, Means
+from potluck.fleet.client import AverageReady, Client, Means
 from potluck.fleet.description import Description, Part
 from potluck.fleet.host_connector import CONTROL_BYTES
+from potluck.fleet.member import ConnectionLost
 from potluck.link.link import GroupLink
 from potluck.sharding.runs import FlatRun
 from potluck.tensor_bytes import from_bytes, to_bytes

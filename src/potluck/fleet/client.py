@@ -23,6 +23,7 @@ from potluck.fleet.description import Description
 from potluck.fleet.host_connector import CONTROL_BYTES, HostConnector
 from potluck.fleet.invite import Invite
 from potluck.fleet.mean import CHUNK
+from potluck.fleet.member import ConnectionLost
 from potluck.fleet.membership import beat_s
 from potluck.fleet.outbox import Outbox
 from potluck.fleet.phases import enter_phase
@@ -52,13 +53,6 @@ log = logging.getLogger("potluck.client")
 
 SHARED_TIMES = 8
 """How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
-
-
-@dataclass
-class ConnectionLost:
-    """In place of a message: the connection is gone, and why."""
-
-    why: str
 
 
 @dataclass

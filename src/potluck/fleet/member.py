@@ -10,6 +10,7 @@ wait.
 import json
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from potluck.agree.records import Position
@@ -68,6 +69,13 @@ KEEP_FIRST_S, KEEP_EVERY_S = 10.0, 60.0
 """A loop of one's own has its run saved on the host after this long, and then about this often."""
 KEEP_SHARE = 20
 """And not before this many times as long as the last save took."""
+
+
+@dataclass
+class ConnectionLost:
+    """In place of a message: the connection is gone, and why."""
+
+    why: str
 
 
 class MemberPhase(Enum):

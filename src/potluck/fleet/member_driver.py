@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from potluck.agree.records import Position
 from potluck.errors import ConfigError, Diverged
 from potluck.fleet import member_effects as effects
-from potluck.fleet.client import ConnectionLost
 from potluck.fleet.description import Description
-from potluck.fleet.member import Member, is_together
+from potluck.fleet.member import ConnectionLost, Member, is_together
 from potluck.fleet.member_asks import MemberEvaluation
 from potluck.fleet.member_effects import MemberEffect
 from potluck.wire.messages import Applied, Committed, Message, Welcome

@@ -5,6 +5,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from potluck.errors import PotluckError
 from tests.fleet.virtual.clock import ProcessClock
 from tests.fleet.virtual.line import Line, Lost
 
@@ -101,7 +102,7 @@ class Process:
             self.waits = self._life.send(value)
         except StopIteration:
             self.done = True
-        except Ended as error:
+        except (Ended, PotluckError) as error:
             self.error, self.done = str(error), True
         if self.done and self.line is not None:
             self.line.close()

@@ -1,5 +1,4 @@
-"""A worker of a virtual fleet: a real Member, driven as engine/member_driver.py drives it, with a toy to compute
-with."""
+"""A worker of a virtual fleet: a real Member with its real driver, and a toy to compute with."""
 
 import json
 import math
@@ -8,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from potluck.fleet import member_effects as effects
+from potluck.agree.records import Position
 from potluck.fleet.description import Description
 from potluck.fleet.ledger import Range
-from potluck.fleet.member import Member, MemberPhase, is_together
+from potluck.fleet.member import ConnectionLost, MemberPhase, is_together
+from potluck.fleet.member_driver import Looked, MemberDriver
 from potluck.fleet.tree import Node
-from potluck.wire.messages import Applied, Committed, SliceReport, Work
+from potluck.wire.messages import Applied, Committed, Message, SliceReport, Welcome, Work
 from tests.fleet.virtual.client import Client
 from tests.fleet.virtual.faults import Fault
 from tests.fleet.virtual.line import Lost, Payload
-from tests.fleet.virtual.process import Ended, Life, Receive, Sleep
+from tests.fleet.virtual.process import Life, Receive, Sleep
 from tests.fleet.virtual.task import Task
 from tests.fleet.virtual.toy import (
     BATCH,
@@ -68,7 +68,8 @@ class Worker(Client):
         """What its device does to them in each."""
         assert not options, f"unknown options {options}"
         self.may_differ = self.is_windowed or fleet.faults.flips
-        self.member = Member()
+        self.driver = MemberDriver(ToyHolder(self))
+        self.member = self.driver.member
         self.validated: dict[int, float] = {}
         self.gathered: dict[int, list[str]] = {}
         """Of each step, whose values it was given: each is its worker's name and the step."""
@@ -78,8 +79,6 @@ class Worker(Client):
         """(step, slice)"""
         self.doing: Work | None = None
         """What it is computing."""
-        self._told = ""
-        self._arriving, self._arriving_bytes = b"", 0
 
     def __repr__(self) -> str:
         place = f"step {self.state.step}, epoch {self.state.epoch}, row {self.state.row}"
@@ -114,15 +113,12 @@ class Worker(Client):
 
     def live(self) -> Life:
         yield from self.join()
-        yield from self._present()
-        yield from self._settle()
+        yield from self.driver.join()
         yield from self._train()
         if self.save_every:
             yield from self._save()
-            yield from self._wait_for_saves()
-        if not self.member.is_over:
-            yield from self._do(self.member.finish(self.clock.now))
-            yield from self._settle()
+            yield from self.driver.await_saves(until_kept=True)
+        yield from self.driver.finish()
 
     def _train(self) -> Life:
         """Until the end, which is on the host's disk before the loop is over where it is known: till then this worker
@@ -132,113 +128,29 @@ class Worker(Client):
                 yield from self._rest_of_epoch()
             if not self.stopping and self.description.rows_limit:
                 yield from self._save()
-                yield from self._wait_for_saves()
+                yield from self.driver.await_saves(until_kept=True)
             if self.stopping or self.is_at_the_end:
                 self.has_finished = self.is_at_the_end and self.member.is_in and not self.member.left
                 return
 
     def _rest_of_epoch(self) -> Life:
         while self._has_rows():
-            if self.member.wants_stop:
-                yield from self._do(self.member.leave(self.clock.now))
-                yield from self._settle()
+            if (yield from self.driver.leave_if_asked()):
                 continue
             if (work := self.member.begin()) is None:
-                yield from self._check_weights()
+                self.driver.check_weights()
             else:
                 self.doing = work
                 yield from self._compute(work)
                 self.doing = None
-            yield from self._await_step()
+            if (found := (yield from self.driver.await_step())) is not None:
+                yield from self._commit(*found)
         if self.state.row >= ROWS:
             self.state.epoch, self.state.row = self.state.epoch + 1, 0
 
     def _has_rows(self) -> bool:
         """A worker that is given the last weights may be put at the beginning of an epoch that nobody trains."""
         return not self.stopping and self.state.row < ROWS and not self.is_at_the_end
-
-    def _await_step(self) -> Life:
-        while True:
-            for effect in self.member.take():
-                match effect:
-                    case effects.Compute():
-                        return
-                    case effects.Apply():
-                        yield from self._commit(effect.committed)
-                        return
-                    case _:
-                        yield from self._do([effect])
-            if (yield from self._pump()):
-                return
-
-    def _pump(self) -> Life:
-        """Handles one message, or its absence. Returns whether the run may stand elsewhere than before."""
-        turn = self.member.turn
-        yield from self._hear()
-        yield from self._settle()
-        return self.member.turn != turn
-
-    def _settle(self) -> Life:
-        """Waits until this worker is in the run, or out of it."""
-        while not self.member.is_settled:
-            yield from self._hear()
-        self.stopping |= self.member.is_over
-
-    def _hear(self) -> Life:
-        # A real worker looks every fifth of a second whether it is to stop; this one is poked.
-        waits = self.member.phase is MemberPhase.LEAVING or self.member.wants_stop
-        item = yield Receive(self.member.wait_s(self.clock.now) if waits else None)
-        match item:
-            case None:
-                yield from self._do(self.member.nothing(self.clock.now))
-            case Lost():
-                yield from self._do(self.member.lost(item.why))
-            case _:
-                yield from self._do(self.member.hear(self.clock.now, item))
-
-    def _do(self, found: list[effects.MemberEffect]) -> Life:
-        for effect in found:
-            match effect:
-                case effects.SendToHost():
-                    self.send(effect.message)
-                case effects.Fail():
-                    raise Ended(effect.sentence)
-                case effects.Rejoin():
-                    yield Sleep(0.05)
-                    yield from self.join()
-                    yield from self._present()
-                case effects.StandAt():
-                    self.state.epoch, self.state.row = effect.position.epoch, effect.position.row
-                case effects.SkipAverages():
-                    self.pass_over_until(effect.step)
-                case effects.ReceiveState():
-                    self._arriving, self._arriving_bytes = b"", json.loads(effect.header)[0][1]
-                case effects.TakeChunk():
-                    yield from self._take_chunk(bytes(effect.data))
-                case effects.Load():
-                    self.state = State.from_bytes(self._arriving)
-                    yield from self._do(self.member.loaded(self.state.step, self.state.step))
-                case effects.ServeState():
-                    yield from self._serve(effect.transfer)
-                case effects.TellApplied():
-                    self._told = digest_of(self.state.weights)
-                    drift = self.drifts.get(self.state.step, 0.0)
-                    self.send(Applied(self.state.step, self._told, 0.1, 1.0, effect.fault, drift))
-                case effects.LookAt():
-                    yield from self._at("evaluating", self.state.step)
-                    yield Sleep(self.slice_s)
-                    rows = float(effect.end - effect.start)
-                    figures = [validation_of(effect.start, effect.end), 2 * rows]
-                    yield from self._do(self.member.looked(effect, self.names, figures, rows))
-
-    def _present(self) -> Life:
-        yield from self._at("joined", self.state.step + 1)
-        before, self._told = self._told, digest_of(self.state.weights)
-        described, is_same = self.description.to_json(), before == self._told
-        assert self.welcome is not None
-        seen = self.state.epoch * ROWS + self.state.row
-        found = self.member.present(self.welcome, described, self._told, rows_seen=seen, is_same=is_same)
-        yield from self._do(found)
 
     # Steps
 
@@ -247,7 +159,7 @@ class Worker(Client):
         started = self.clock.now
         assert work.step == self.state.step + 1, f"{self} has work of step {work.step}"
         task = Task(work, self.state)
-        yield from self._at("forward", work.step)
+        yield from self.at("forward", work.step)
         if work.batch:
             yield from self._take_batches(task)
         else:
@@ -286,7 +198,7 @@ class Worker(Client):
         work, line = task.work, self.line
         self.send(report)
         if work.batch:
-            yield from self._check_weights(in_step=True)
+            self.driver.check_weights(in_step=True)
         has_momentum = bool(self.description.moments)
         faults = self.fleet.faults
         sums = task.sums(
@@ -299,7 +211,7 @@ class Worker(Client):
         if line is self.line:
             done = [number for number in task.numbers if task.bounds[number][0] < task.bounds[number][1]]
             self.slices_computed += [(work.step, number) for number in done]
-        yield from self._at("sent", work.step)
+        yield from self.at("sent", work.step)
 
     def _loss_of(self, work: Work, number: int, rows: Range) -> float:
         is_bad = self.fleet.faults.take(self.name, "loss", work.step, number) is not None
@@ -309,7 +221,7 @@ class Worker(Client):
         """Of the last slice, during which the sums of the parts that are done leave."""
         yield Sleep(self.slice_s / len(PARTS))
         if part == len(PARTS) - 1:
-            yield from self._check_weights(in_step=True)
+            self.driver.check_weights(in_step=True)
             nothing = np.zeros(0)
             self.send(
                 SliceReport(work.step, nothing.astype("<u4"), nothing, nothing, self.clock.now - started, b"\x07")
@@ -318,20 +230,16 @@ class Worker(Client):
     def _send_part(self, step: int, part: int, nodes: list[Node], sums: list[Floats]) -> Life:
         for node, values in zip(nodes, sums, strict=True):
             if part == 1 and node == nodes[0]:
-                yield from self._at("backward", step)
+                yield from self.at("backward", step)
                 if self.fleet.faults.take(self.name, "half", step) is not None:
                     self.send(Payload(step, part, values[:CHUNK], cut=True, node=node))
                     self.kill()
                     yield Receive()
             self.send(Payload(step, part, values, node=node))
 
-    def _commit(self, committed: Committed) -> Life:
-        yield from self._at("committed", self.state.step)
+    def _commit(self, committed: Committed, parts: list[Floats]) -> Life:
         is_step = not self.is_windowed or is_together(committed)
-        count = len(PARTS) if is_step else len(self.description.parts)
-        if (parts := self.take_means(committed.step, count)) is None:
-            return
-        yield from self._check_weights(in_step=True)
+        self.driver.check_weights(in_step=True)
         self.member.agree(committed)
         mean = np.concatenate(parts[: len(PARTS)])
         (self.state.apply if is_step else self.state.agree)(mean, committed.rows)
@@ -341,10 +249,10 @@ class Worker(Client):
         self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):
             self.state.weights[0] += 1
-        yield from self._do([effects.TellApplied()])
+        yield from self.driver.tell_applied(1.0, "")
         self.stopping |= bool(committed.stop)
         self.state.weights = self.own_code(self.state.weights)
-        yield from self._at("applied", self.state.step)
+        yield from self.at("applied", self.state.step)
         if self.gather_every and self.state.step % self.gather_every == 0:
             yield from self._gather()
         if not self.member.is_replaying:
@@ -355,74 +263,38 @@ class Worker(Client):
         if self.ends_at and self.state.step >= self.ends_at:
             self.stopping = self.member.ends_for_all = True
         if self.member.wants_stop and not self.stopping:
-            yield from self._do(self.member.leave(self.clock.now))
-            yield from self._settle()
-
-    def _check_weights(self, *, in_step: bool = False) -> Life:
-        if digest_of(self.state.weights) != self._told:
-            yield from self._do(self.member.changed(in_step=in_step))
+            yield from self.driver.leave()
 
     # Looking, saving, giving
 
     def _evaluate(self) -> Life:
         step = self.state.step
-        yield from self._do(self.member.evaluate(VALIDATION_ROWS, VALIDATION_SIZE))
-        evaluation = self.member.evaluation
-        assert evaluation is not None
-        while evaluation.is_under_way:
-            yield from self._pump()
+        evaluation = yield from self.driver.evaluate(VALIDATION_ROWS, VALIDATION_SIZE)
         if evaluation.samples:
             self.validated[step] = evaluation.loss
             assert (evaluation.names, evaluation.figures[1]) == (NAMES, 2 * evaluation.samples)
 
     def _gather(self) -> Life:
         step = self.state.step
-        yield from self._do(self.member.gather(f"{self.name} {step}".encode()))
-        yield from self._at("gathering", step)
-        gathering = self.member.gathering
-        assert gathering is not None
-        while gathering.found is None:
-            yield from self._pump()
-        found = self.gathered[step] = [data.decode() for data in gathering.found]
+        gathered = yield from self.driver.gather(f"{self.name} {step}".encode())
+        found = self.gathered[step] = [data.decode() for data in gathered]
         is_right = len({*found}) == len(found) and all(each.endswith(f" {step}") for each in found)
-        assert is_right and not gathering.fault, f"{self} was given {found}"
+        assert is_right, f"{self} was given {found}"
 
     def _save(self) -> Life:
         is_past = self.member.is_replaying and not self.is_at_the_end
-        if is_past or self.member.left or self.member.is_over or self.member.save_due == self.state.step:
-            return
-        if self.member.leads:
-            yield from self._wait_for_saves(until_kept=False)
-        told, *served = self.member.save(self.clock.now, 2)
-        yield from self._do([told])
-        yield from self._at("save due", self.state.step)
-        yield from self._do(served)
-
-    def _wait_for_saves(self, *, until_kept: bool = True) -> Life:
-        while self.member.is_saving(until_kept=until_kept):
-            yield from self._pump()
-
-    def _serve(self, transfer: int) -> Life:
-        data, step, line = self.state.to_bytes(), self.state.step, self.line
-        yield from self._check_weights()
-        assert line is not None
-        self.fleet.clock.after(self.pack_s, lambda: self.send_parcel(line, transfer, step, data))
-
-    def _take_chunk(self, data: bytes) -> Life:
-        self._arriving += data
-        left = self._arriving_bytes - len(self._arriving)
-        if left <= self._arriving_bytes // 2 < left + len(data):
-            yield from self._at("catching up", self.state.step)
+        if not (is_past or self.member.left or self.member.is_over or self.member.save_due == self.state.step):
+            yield from self.driver.save(2)
 
     # Meeting faults
 
     def reach(self, phase: str) -> Life:
-        yield from self._at(phase, self.state.step + 1)
+        yield from self.at(phase, self.state.step + 1)
 
     def on_half_sent(self) -> None:
         self._meet("parcel", self.state.step)
 
-    def _at(self, phase: str, step: int) -> Life:
+    def at(self, phase: str, step: int) -> Life:
         fault = self._meet(phase, step)
         if self.dead:
             yield Receive()
@@ -447,3 +319,108 @@ class Worker(Client):
                 self.state.weights = self.state.weights.copy()
                 self.state.weights.view(np.uint32)[3] ^= 1 << 22
         return fault
+
+
+class ToyHolder:
+    """What a MemberDriver asks of a virtual worker: it waits on the virtual clock."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._told = ""
+        self._arriving, self._arriving_bytes = b"", 0
+
+    @property
+    def rows_seen(self) -> int:
+        return self._worker.state.epoch * ROWS + self._worker.state.row
+
+    def now(self) -> float:
+        return self._worker.clock.now
+
+    def send(self, message: Message) -> None:
+        self._worker.send(message)
+
+    def say(self, sentence: str) -> None:
+        pass
+
+    def hear(self, timeout_s: float) -> Life:
+        # A real worker looks every fifth of a second whether it is to stop; this one is poked.
+        member = self._worker.member
+        waits = member.phase is MemberPhase.LEAVING or member.wants_stop
+        item = yield Receive(timeout_s if waits else None)
+        return ConnectionLost(item.why) if isinstance(item, Lost) else item
+
+    def connect(self) -> Life:
+        yield Sleep(0.05)
+        yield from self._worker.join()
+
+    def reach(self, phase: str, step: int) -> Life:
+        if phase in ("joined", "gathering", "save due"):  # the others the worker meets by itself
+            yield from self._worker.at(phase, step)
+
+    def welcome(self) -> Welcome:
+        assert self._worker.welcome is not None
+        return self._worker.welcome
+
+    def describe(self) -> Description:
+        return self._worker.description
+
+    def digest(self) -> str:
+        self._told = digest_of(self._worker.state.weights)
+        return self._told
+
+    def is_changed(self) -> bool:
+        return digest_of(self._worker.state.weights) != self._told
+
+    def applied_message(self, version: int, digest: str, norm: float, fault: str) -> Applied:
+        step = self._worker.state.step
+        return Applied(step, digest, 0.1, 1.0, fault, self._worker.drifts.get(step, 0.0))
+
+    def average(self, step: int, without: frozenset[int]) -> Life:
+        worker = self._worker
+        yield from worker.at("committed", worker.state.step)
+        return worker.take_means(step, len(worker.description.parts) - len(without))
+
+    def pass_over_until(self, step: int) -> None:
+        self._worker.pass_over_until(step)
+
+    def stand_at(self, position: Position) -> None:
+        self._worker.state.epoch, self._worker.state.row = position.epoch, position.row
+
+    def forget(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self._worker.stopping = True
+
+    def nonfinite_hint(self) -> str:
+        return ""
+
+    def look_at(self, start: int, end: int) -> Life:
+        worker = self._worker
+        yield from worker.at("evaluating", worker.state.step)
+        yield Sleep(worker.slice_s)
+        return Looked(worker.names, [validation_of(start, end), 2.0 * (end - start)], float(end - start))
+
+    def receive_state(self, step: int, header: str) -> None:
+        self._arriving, self._arriving_bytes = b"", json.loads(header)[0][1]
+
+    def take_chunk(self, data: bytes | memoryview) -> Life:
+        self._arriving += bytes(data)
+        left = self._arriving_bytes - len(self._arriving)
+        if left <= self._arriving_bytes // 2 < left + len(data):
+            yield from self._worker.at("catching up", self._worker.state.step)
+
+    def load_state(self) -> tuple[int, int]:
+        self._worker.state = State.from_bytes(self._arriving)
+        return self._worker.state.step, self._worker.state.step
+
+    def drop_state(self) -> None:
+        self._arriving = b""
+
+    def serve_state(self, transfer: int, version: int) -> Life:
+        yield from ()
+        worker = self._worker
+        data, step, line = worker.state.to_bytes(), worker.state.step, worker.line
+        worker.driver.check_weights()
+        assert line is not None
+        worker.fleet.clock.after(worker.pack_s, lambda: worker.send_parcel(line, transfer, step, data))
