@@ -24,7 +24,7 @@ MOST_WRITES = {"RunState": 14, "Loader": 7}
 MOST_SHARED = {"RunState": 0, "Loader": 0}
 """Fields that several modules assign, their own included."""
 
-MOST_FRAGMENTS, MOST_VAGUE_NAMES = 24, 40
+MOST_FRAGMENTS, MOST_VAGUE_NAMES = 13, 37
 FRAGMENTS = (
     *("Of ", "What ", "The same", "Those ", "Whoever ", "As ", "So ", "Nothing of", "Which ", "In which", "By which"),
     *("Under which", "Before which", "After which"),

@@ -30,7 +30,7 @@ from potluck.link.link import Link
 
 @dataclass(kw_only=True, slots=True)
 class WindowSide:
-    """What a table says of windows."""
+    """The table's side of a window: when it ends, and how its mean is formed."""
 
     name: Callable[[], str]
     """This replica's, where a step of it is skipped."""
@@ -39,7 +39,7 @@ class WindowSide:
     sees_end: Callable[["StepAlone", float, float], bool]
     """Asked after each batch, with the batches and rows that are done by then: whether the window is over for us."""
     seeds: Callable[[RoundPlan, MicroBatch], tuple[int, ...]]
-    """What a micro-batch's random numbers depend on, beside the run's seed."""
+    """Numbers from which a micro-batch's seed is mixed, beside the run's seed."""
     apply: Callable[[Outcome], None]
     """Merges the mean."""
     on_batch: Callable[[int], None] = lambda done: None

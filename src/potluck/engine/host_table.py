@@ -284,7 +284,7 @@ class HostTable:
                 return None
 
     def _next_plan(self) -> RoundPlan:
-        """What this worker was given; or a plan without rows, of which it hears what all agreed on."""
+        """The work that this worker was given; or a plan without rows, for a round of which it only hears the outcome."""
         run, member = self.run, self.driver.member
         self._turn = member.turn
         work = member.begin()
@@ -425,7 +425,7 @@ class HostTable:
             yield from self.driver.leave()
 
     def settle(self) -> None:
-        """What was agreed on last is at hand in as_agreed(): nothing to do."""
+        """Nothing to do: as_agreed() has what was agreed on last."""
 
     # Where this worker is among the others
 

@@ -72,7 +72,7 @@ class MicroPass:
     micro: MicroBatch | None
     """None: the batch is the caller's own."""
     seed: int
-    """Of its random numbers, where stages compute it."""
+    """The seed of its random numbers, where stages compute it."""
     per: float
     """By how many samples a gradient is divided from its backward on."""
     tally: "StepTally"
@@ -91,9 +91,9 @@ class Replica:
     tied_names: Set[str] = frozenset()
     """Parameters that other stages have too: where one of them has used it, all have its gradient."""
     used_in_stages: Set[str] = frozenset()
-    """Those of them that any stage of this pipeline has used in this step."""
+    """Tied parameters that any stage of this pipeline has used in this step."""
     sharded: "Sharded | None" = None
-    """What this rank holds of a model that is split over ranks."""
+    """This rank's part of a model that is split over ranks."""
     part: "Sharded | None" = None
     """What this worker holds of one that is cut into stages; each of them may be split, too."""
 
@@ -238,7 +238,7 @@ class Replica:
         }
 
     def owned(self) -> list[FlatRun]:
-        """What this rank holds of the parameters that are trained."""
+        """Runs of the trained parameters that this rank holds."""
         return [run for runs in self.held().values() for run in runs if run.parameter.requires_grad]
 
     def hash_weights(self, agreed: Agreed, buffers: Sequence[Tensor]) -> tuple[str, Tensor]:

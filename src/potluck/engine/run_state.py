@@ -279,7 +279,7 @@ class RunState:
             self.replica.remember_buffers()
 
     def forget_round(self) -> None:
-        """What was computed since the last agreement does not count: the step begins again."""
+        """Forgets what was computed since the last agreement: the step begins again."""
         self.turns.now = min(self.at.turn, self.turns.count - 1)
         self.start_of_step()
 

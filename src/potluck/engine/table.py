@@ -53,7 +53,7 @@ def drive(story: Waits[T]) -> T:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundPlan:
-    """What this worker does until the next agreement."""
+    """The work of this worker until the next agreement."""
 
     version: int
     """The agreement that it leads to; a host calls it a step."""
@@ -93,7 +93,7 @@ class Give:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What all workers have agreed on, told alike to each of them."""
+    """The result of a round: all workers have agreed on it, and each hears the same."""
 
     is_together: bool
     rows: int
@@ -140,7 +140,7 @@ class RoundWork(Protocol):
         """The next micro-batch; None: this worker's part is done."""
 
     def seeds_of(self, seed: int, micro: MicroBatch) -> tuple[int, int | None]:
-        """As Loader.seeds_of, for a run with this seed."""
+        """Gives what Loader.seeds_of asks for, in a run with this seed."""
 
     def expect(self, loader: Loader) -> None:
         """Tells the loader what comes, as far as it is known."""
@@ -172,7 +172,7 @@ class RoundWork(Protocol):
 
 
 class Table(Protocol):
-    """What a run asks of where its replicas meet. Everything but plan(), agree() and applied() is called between two
+    """The calls that a run makes to where its replicas meet. Everything but plan(), agree() and applied() is called between two
     of them, also from callbacks, and never while another part of a story waits."""
 
     looking: LookingWeights

@@ -24,7 +24,7 @@ Waits = Generator[Any, Any, T]
 
 
 class Looked(NamedTuple):
-    """What rows came to that were evaluated: a sum of each figure, the loss first."""
+    """Sums over rows that were evaluated: one of each figure, the loss first."""
 
     names: str
     figures: list[float]
@@ -74,7 +74,7 @@ class Holder(Protocol):
     def stand_at(self, position: Position) -> None: ...
 
     def forget(self) -> None:
-        """What was computed since the last agreement is of no use."""
+        """Discards what was computed since the last agreement."""
 
     def stop(self) -> None:
         """This worker is out of the run."""
