@@ -284,7 +284,7 @@ class HostTable:
                 return None
 
     def _next_plan(self) -> RoundPlan:
-        """The work that this worker was given; or a plan without rows, for a round of which it only hears the outcome."""
+        """The work that this worker was given; or a plan without rows, for a round of which it hears the outcome."""
         run, member = self.run, self.driver.member
         self._turn = member.turn
         work = member.begin()

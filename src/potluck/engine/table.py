@@ -172,8 +172,8 @@ class RoundWork(Protocol):
 
 
 class Table(Protocol):
-    """The calls that a run makes to where its replicas meet. Everything but plan(), agree() and applied() is called between two
-    of them, also from callbacks, and never while another part of a story waits."""
+    """The calls that a run makes to where its replicas meet. All but plan(), agree() and applied() are made between two
+    of those, also from callbacks, and never while another part of a story waits."""
 
     looking: LookingWeights
     """The weights for looking, once there is a replica."""
