@@ -178,6 +178,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
         else:
             model = train(fleet, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
         fleet.wait_for_saves()
+        (place / f"{name}.skipped").write_text(str(fleet.skipped))
         if fleet.step_number == options.get("steps", STEPS):
             weights = whole_state(model, getattr(fleet.run.replica, "sharded", None))
             if fleet.link.rank == 0:

@@ -175,6 +175,7 @@ def test_steps_that_are_not_finite_are_skipped_where_they_occur(tmp_path: Path) 
     assert all(torch.isfinite(value).all() for name, value in weights.items() if name not in never)
     assert all(record.loss > 0 for record in fleet.records)
     assert fleet.server.core.refused.total() == 0
+    assert [int((tmp_path / f"w{number}.skipped").read_text()) for number in range(2)] == [EPOCHS, EPOCHS]
 
 
 def save_and_look_at_every_batch(place: Path) -> None:

@@ -64,7 +64,6 @@ class StepAlone:
         """The row at which it stopped before the end of its part; 0: it did all of it."""
         self.started = 0.0
         self._norm = 0.0
-        self._skipped = 0
         self._batches: list[tuple[Range, tuple[MicroBatch, ...]]] = []
         self._micros: list[MicroBatch] = []
         self._is_over = True
@@ -152,7 +151,6 @@ class StepAlone:
 
     def _note(self, done: Report, *, is_last: bool, is_good: bool) -> None:
         before = self.window
-        self._skipped += not is_good
         if not is_last:
             self.window = before._replace(skipped=before.skipped + (not is_good))
             return
@@ -165,11 +163,6 @@ class StepAlone:
             skipped=before.skipped + (not is_good),
             skipped_rows=before.skipped_rows + (0 if is_good else done.rows),
         )
-
-    def take_skipped(self) -> int:
-        """How many of this worker's own steps were skipped in the window that is agreed on now."""
-        skipped, self._skipped = self._skipped, 0
-        return skipped
 
     @property
     def busy_s(self) -> float:

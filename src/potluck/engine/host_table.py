@@ -364,7 +364,7 @@ class HostTable:
             rows_computed=committed.rows,
             samples=committed.samples,
             loss=committed.loss,
-            skipped=self._alone.take_skipped() if is_window and self._alone is not None else 0,
+            skipped=int(told.get("skipped", 0)),
             overflowed=bool(told.get("overflowed")),
             stops=bool(committed.stop),
             workers=tuple(WorkerStep(**row) for row in workers),
@@ -395,6 +395,7 @@ class HostTable:
             int(window.batches),
             stopped=work.stopped,
             figures=work.figures.to_json(work.delta.drift),
+            skipped=int(window.skipped),
         )
         if report.slices[0] == 0:
             report = replace(report, buffers=work.delta.exact())

@@ -89,6 +89,8 @@ class StepUnderWay(StepPlan):
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)
     """worker id -> steps that it took by itself"""
+    skipped: dict[int, int] = field(default_factory=dict)
+    """worker id -> steps of its own that it skipped"""
     figures: dict[int, dict[str, float]] = field(default_factory=dict)
     """worker id -> what else it told of its part of a window"""
     first_report: float | None = None

@@ -264,6 +264,7 @@ class StepDispatcher:
         elif 0 < report.busy_s < math.inf:
             member.measure(under.amount(told), report.busy_s)
             under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
+            under.skipped[member.worker_id] = under.skipped.get(member.worker_id, 0) + report.skipped
             under.figures[member.worker_id] = figures_of(report)
         member.busy_s += report.busy_s
         under.busy[member.worker_id] = member.busy_s
@@ -435,6 +436,8 @@ class StepDispatcher:
         if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
             told["together"] = True
         told |= {"overflowed": True} if under.overflowed else {}
+        if skipped := sum(under.skipped.get(who, 0) for who in {who for *_, who in record.ranges}):
+            told["skipped"] = skipped  # by those whose changes are in the mean
         those = [m for m in run.membership.inside if not m.plain and m.since <= under.step]
         others = {m.worker_id for m in (*run.membership.ready, *those)} - {run.leaders[under.step]}
         told["ranks"] = [run.leaders[under.step], *sorted(others)]  # at the place of its rank, each worker's id

@@ -266,6 +266,8 @@ class SliceReport(Message):
     """In a window of a worker that leaves: the row before which it has stopped; 0: all rows are done."""
     figures: String = later("")
     """In a window: what the policy asks for beside all this, as JSON; empty: nothing."""
+    skipped: U32 = later(0)
+    """In a window: steps of the worker's own that were not finite, and so were skipped."""
 
 
 class Committed(Message):
