@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import potluck
+from potluck.agree.loss_scale import most_falls
 from potluck.engine.switches import StepConfig
-from potluck.events import Validated
+from potluck.events import Validated, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import found
 from tests.fleet.fleet import EPOCHS, STEPS, Fleet, assert_same, die
@@ -240,3 +241,33 @@ def test_fp16_on_ranks_of_one_worker_and_under_windows(tmp_path: Path, policy: A
     one, node = scales_of(tmp_path, "one"), scales_of(tmp_path, "node")
     assert float(one[str(STEPS)]) < 2.0**22 and node == scales_of(tmp_path, "node.1")
     assert policy != potluck.Sync() or one == node
+
+
+def says_that_it_overflows(place: Path) -> None:
+    """Whatever it has computed, in each of its steps."""
+    from potluck.engine.slice_steps import SliceSteps
+
+    SliceSteps._has_overflowed = lambda steps: True  # type: ignore[method-assign]
+
+
+def test_one_that_always_says_that_it_overflows_is_named_and_turned_out_when_the_scale_has_fallen_to_its_least(
+    tmp_path: Path,
+) -> None:
+    """The other one trains on: the scale has its floor, and the run does not end or skip for it."""
+    steps = STEPS // EPOCHS * 5
+    options: dict[str, Any] = {"step": StepConfig(precision="fp16"), "sgd": True, "epochs": 5, "steps": steps}
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.server.on_step = lambda record, lr, norm, fault: faults.append(fault)
+    faults: list[str] = []
+    fleet.add("honest", **options)
+    fleet.add("insider", says_that_it_overflows, **options)
+    finish = fleet.server.wait(60)
+    assert finish is not None and not finish.failed
+    fleet.workers[0].wait()
+    falls = most_falls(0)
+    assert len(faults) == steps and (tmp_path / "honest.pt").exists()
+    assert [fault for fault in faults if fault] == ["a gradient overflows in fp16 on insider"] * falls
+    assert fleet.server.core.refused["overflows"] == 1
+    told = f"insider reported {falls + 1} times that its gradient overflows in fp16"
+    assert told in (tmp_path / "insider.error").read_text()
+    assert any(isinstance(e, WorkerWent) and told in e.reason for e in fleet.events)

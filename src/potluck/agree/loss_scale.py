@@ -63,3 +63,8 @@ class LossScale:
     def restore(self, saved: Sequence[float] | None) -> None:
         value, good, samples_per_row = saved if saved is not None else (FIRST, 0, 1.0)
         self.value, self.good, self.samples_per_row = float(value), int(good), float(samples_per_row)
+
+
+def most_falls(steps: int) -> int:
+    """How often at most the scale of a run of so many steps can have fallen, from its first value and each rise."""
+    return round(math.log2(FIRST / LEAST)) + steps // RISES_AFTER

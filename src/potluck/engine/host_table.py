@@ -53,7 +53,7 @@ from potluck.events import EpochDone, Sampled, WorkerStep
 from potluck.fleet.client import Client, Means
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.gathering import MOST_BYTES
-from potluck.fleet.member import ConnectionLost
+from potluck.fleet.member import ConnectionLost, overflow_of
 from potluck.fleet.member_driver import Looked, MemberDriver
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.tree import sized_rows, slice_rows
@@ -365,7 +365,7 @@ class HostTable:
             samples=committed.samples,
             loss=committed.loss,
             skipped=int(told.get("skipped", 0)),
-            overflowed=bool(told.get("overflowed")),
+            overflow=overflow_of(told),
             stops=bool(committed.stop),
             workers=tuple(WorkerStep(**row) for row in workers),
             seconds=told["seconds"],

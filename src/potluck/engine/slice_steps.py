@@ -30,8 +30,6 @@ ANY_ROWS = BatchConfig(size=1 << 31)
 if TYPE_CHECKING:
     from potluck.engine.host_table import HostTable
 
-OVERFLOW = "a gradient overflows in fp16"
-
 
 class SliceSteps:
     ends_each = True
@@ -162,7 +160,7 @@ class SliceSteps:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
         norm = sums.load(outcome.means, outcome.used)
-        overflow = OVERFLOW if run.scale.is_on and outcome.overflowed else None
+        overflow = outcome.overflow if run.scale.is_on else None
         decision = decide_mean(outcome.samples, outcome.loss, norm, 1.0, run.config.clip, overflow)
         run.scale.learn(outcome.samples, outcome.rows)
         if decision.fault is not None:

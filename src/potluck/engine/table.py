@@ -111,8 +111,8 @@ class Outcome:
     """Rows that were computed for it, in every turn of their batch."""
     own_samples: float = 0.0
     """In a group: the samples of this replica's part of it."""
-    overflowed: bool = False
-    """Whether a gradient had no room in fp16."""
+    overflow: str | None = None
+    """That a gradient had no room in fp16, and whose, where that is so."""
     stops: bool = False
     """Whether all workers stop here."""
     workers: tuple[WorkerStep, ...] = ()

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from potluck.agree.records import Position
 from potluck.errors import ConfigError, Diverged, PotluckError
@@ -58,6 +59,7 @@ from potluck.wire.messages import (
     Welcome,
     Work,
 )
+from potluck.wire.words import clean
 
 BEAT_S = 0.2
 """How long to wait for a message before this worker looks whether somebody wants it to stop."""
@@ -481,6 +483,8 @@ def is_together(committed: Committed) -> bool:
     return bool(json.loads(committed.workers).get("together"))
 
 
-def has_overflowed(committed: Committed) -> bool:
-    """Whether a gradient of the step had no room in fp16, so that nobody applies it."""
-    return bool(json.loads(committed.workers).get("overflowed"))
+def overflow_of(told: dict[str, Any]) -> str | None:
+    """Why nobody applies a step in which a gradient had no room in fp16, and whose that was. None: all had room."""
+    found = told.get("overflowed")
+    names = ", ".join(clean(str(name)) for name in found) if isinstance(found, list) else ""
+    return f"a gradient overflows in fp16{f' on {names}' if names else ''}" if found else None

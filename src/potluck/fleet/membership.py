@@ -107,6 +107,8 @@ class WorkerRecord:
     """The gathering for which it has given a value, and waits."""
     gathered: Call = (-1, -1)
     """The last one that it gave a value for."""
+    overflowed: set[int] = field(default_factory=set)
+    """Steps in which a gradient of its had no room in fp16, as it told."""
     assigned: int = 0
     """For a plain peer, the last step in which it was given rows. It bears one assignment a step."""
     relieved: int = 0

@@ -83,8 +83,8 @@ class StepUnderWay(StepPlan):
     used: bytearray = field(default_factory=bytearray)
     buffers: bytes = b""
     """Changes of the first slice to buffers that have no mean, as the first who computed it told."""
-    overflowed: bool = False
-    """Whether somebody's gradient had no room in fp16."""
+    overflowed: list[str] = field(default_factory=list)
+    """Whose gradients had no room in fp16, as they told."""
     busy: dict[int, float] = field(default_factory=dict)
     """worker id -> seconds"""
     batches: dict[int, int] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from potluck.agree.loss_scale import most_falls
 from potluck.agree.records import Report
 from potluck.agree.terms import UNCOMPARED
 from potluck.events import EpochDone, Stalled
@@ -41,6 +42,9 @@ from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, 
 
 LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
 """Bounds of what a slice may report: beyond these, sums of them would overflow or vanish."""
+
+MOST_NAMED = 8
+"""Workers that are named for one thing."""
 
 
 class StepDispatcher:
@@ -250,10 +254,14 @@ class StepDispatcher:
             return []
         if not mine:  # it was taken from it meanwhile
             return []
+        if report.overflowed:
+            member.overflowed.add(under.step)
+            if len(member.overflowed) > most_falls(run.described.steps_of(run.standing)):
+                return self._turn_out(member)
+            under.overflowed += [member.name] if member.name not in under.overflowed else []
         effects = self._cut(under, member, cut, report.stopped) if cut is not None else []
         bad = self._note_slices(under, member, report)
         under.note_used(bytes(report.used))
-        under.overflowed |= bool(report.overflowed)
         if 0 in mine and not under.buffers:
             under.buffers = bytes(report.buffers)
         if told:
@@ -271,6 +279,16 @@ class StepDispatcher:
         for node in bad:
             effects += self.on_bad(member.peer, under.step, node, "has a loss that is not finite")
         return effects + self._scale()
+
+    def _turn_out(self, member: WorkerRecord) -> list[Effect]:
+        """A worker that is sound says no more that it overflows once the loss scale can fall no further. What it has
+        sent of the step is of no use."""
+        member.nodes = []
+        sentence = (
+            f"{member.name} reported {len(member.overflowed)} times that its gradient overflows in fp16, which is more"
+            " often than the loss scale can fall. It is broken, or does not tell what it computed."
+        )
+        return [*self._run.refuse(member.peer, "overflows", sentence), *self.begin_anew()]
 
     def _cut(self, under: StepUnderWay, member: WorkerRecord, node: Node, row: int) -> list[Effect]:
         """It leaves in the middle of a window. Another does the rest; the window ends if nobody can and none follow."""
@@ -435,7 +453,7 @@ class StepDispatcher:
         told: dict[str, Any] = {"workers": record.workers, "epoch": epoch and dict(vars(epoch)), "seconds": seconds}
         if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
             told["together"] = True
-        told |= {"overflowed": True} if under.overflowed else {}
+        told |= {"overflowed": under.overflowed[:MOST_NAMED]} if under.overflowed else {}
         if skipped := sum(under.skipped.get(who, 0) for who in {who for *_, who in record.ranges}):
             told["skipped"] = skipped  # by those whose changes are in the mean
         those = [m for m in run.membership.inside if not m.plain and m.since <= under.step]
