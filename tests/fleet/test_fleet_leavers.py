@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+import potluck
 from potluck.agree.policy import Cadence
 from potluck.events import Decided, WorkerWent
 from tests.fleet.faults import at
 from tests.fleet.fleet import STEPS, Fleet, train, wait_until
 from tests.fleet.test_fleet_windows import assert_close, judge
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
 LONG = Cadence.published(anchor=4, max_anchor=4)
@@ -115,6 +117,33 @@ def test_each_rank_of_nodes_has_a_rank_of_its_own_in_the_world(tmp_path: Path) -
     last = told_ranks(tmp_path)[STEPS]
     assert {world for _, world in last.values()} == {4}
     assert sorted(rank for rank, _ in last.values()) == [0, 1, 2, 3], last
+
+
+@pytest.mark.parametrize("strategy", first_of([potluck.FullShard(), potluck.ShardGradOp()]), ids=str)
+def test_in_every_step_ranks_of_nodes_are_below_the_world_whichever_nodes_there_are(
+    strategy: Any, tmp_path: Path
+) -> None:
+    """As `potluck join --ranks 2` starts them: two nodes step together, then a third comes, and one leaves."""
+    fleet = Fleet(tmp_path, at_least=2)
+    options: dict[str, Any] = {"job": partial(tells_its_rank, tmp_path), "strategy": strategy, "hold_at": 3}
+    first = fleet.add_node("first", **options)
+    wait_until(lambda: len(fleet.server.core.membership.members) == 1)  # so that it leads
+    fleet.add_node("second", **options)
+    fleet.wait_for_step(3)
+    fleet.add_node("third", **options | {"hold_at": 9, "hold_for": "then"})
+    fleet.let_in("third")
+    wait_until(lambda: len(told_ranks(tmp_path).get(8, {})) == 6)
+    first[1].send(signal.SIGUSR1)
+    (tmp_path / "then").touch()
+    fleet.finish()
+    told = told_ranks(tmp_path)
+    for step, found in told.items():
+        assert all(0 <= rank < world for rank, world in found.values()), (step, found)
+        assert len({rank for rank, _ in found.values()}) == len(found), (step, found)
+    assert {len(found) for found in told.values()} == {4, 6}
+    assert sorted(told[2].values()) == [(rank, 4) for rank in range(4)] and told[2]["first.0"] == (0, 4)
+    assert sorted(told[8].values()) == [(rank, 6) for rank in range(6)]
+    assert sorted(told[STEPS].values()) == [(rank, 4) for rank in range(4)]
 
 
 def told_ranks(place: Path) -> dict[int, dict[str, tuple[int, int]]]:
