@@ -1,6 +1,7 @@
 """A call that needs all ranks, made by some alone, is named in seconds; a rank that is merely slow is waited for."""
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def test_ranks_that_have_made_different_calls_are_named_with_where_they_are() ->
         2: log_of(STEP, STEP, SAVE),
     }
     sentence = find_mistake(ranks)
-    assert sentence is not None
+    assert sentence is not None and sentence == find_mistake(dict(reversed(ranks.items())))
     assert sentence.startswith(
         "fleet.save() was called on worker 0, 2 after step 3 (train.py, line 7), and not on worker 1: worker 1 is at"
         " fleet.step() (train.py, line 5). "
@@ -164,6 +165,37 @@ def test_a_call_on_rank_0_alone_ends_the_run_with_a_sentence(
     # Gloo may end the process of either rank by itself, when bytes come that do not fit; the other one then says this.
     told = f"fleet.{call}() was called on worker 0", f"in fleet.{call}() after step"
     assert any(each in words for each in told for words in said), said
+
+
+def resume_on_rank_0_alone(folder: str, options: dict[str, Any]) -> None:
+    whereabouts.LOOK_S, whereabouts.QUIET_S, whereabouts.WAITING_S = 0.05, 0.2, 0.4
+    os.environ[LAST_WORDS] = f"{folder}/words-{os.environ['RANK']}"
+    with potluck.init(**options) as fleet:
+        model = nn.Linear(4, 1)
+        data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+        model, _, loader = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=4)  # type: ignore[assignment]
+        if fleet.rank == 0:
+            fleet.load(folder)
+        for batch in loader:
+            fleet.backward(loss_of(model, batch), samples=len(batch[0]))
+            fleet.step()
+
+
+@pytest.mark.parametrize("options", first_of([{}, {"strategy": potluck.FullShard()}, {"policy": WINDOWS}]), ids=str)
+def test_a_load_on_rank_0_alone_names_in_seconds_who_is_missing(tmp_path: Path, options: dict[str, Any]) -> None:
+    """As scripts of DDP have it: before the first step, in a group of three."""
+    started = time.monotonic()
+    found = try_ranks(3, resume_on_rank_0_alone, str(tmp_path), options, timeout_s=60, grace_s=30)
+    seconds = time.monotonic() - started
+    said = [path.read_text() for path in tmp_path.glob("words-*")]
+    said += [each.data for each in found if each.kind == "failed"]
+    assert all(each.kind in ("died", "failed") for each in found), found
+    # Gloo may end one of them before the third has told where it is: then the others name each other.
+    told = (
+        r"fleet\.load\(\) was called on worker 0 \(.*\), and not on worker (1, 2|1|2): worker \d is at fleet\.step\(\)"
+    )
+    assert any(re.search(told, words) for words in said), said
+    assert seconds < 20
 
 
 @pytest.mark.parametrize("options", first_of([{}, {"strategy": potluck.FullShard()}, {"policy": WINDOWS}]), ids=str)

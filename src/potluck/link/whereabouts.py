@@ -99,7 +99,7 @@ def find_mistake(ranks: Mapping[int, Whereabouts]) -> str | None:
     """Return a sentence if two ranks have made different calls where all must make the same one. Pure."""
     bounds = sorted({first for each in ranks.values() for first, _ in each.runs})
     for number in bounds:
-        names = {rank: name for rank, each in ranks.items() if (name := each.name_of(number)) is not None}
+        names = {rank: name for rank, each in sorted(ranks.items()) if (name := each.name_of(number)) is not None}
         if len(set(names.values())) > 1:
             return _tell_mistake(ranks, names)
     return None
