@@ -153,7 +153,7 @@ ALONE: list[tuple[str, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "options", "at_end"), first_of(ALONE), ids=str)
+@pytest.mark.parametrize(("call", "options", "at_end"), first_of(ALONE, 2), ids=str)
 def test_a_call_on_rank_0_alone_ends_the_run_with_a_sentence(
     tmp_path: Path, call: str, options: dict[str, Any], at_end: bool
 ) -> None:

@@ -475,6 +475,7 @@ class GroupTable:
 
     def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         with self._within("fleet.evaluate()"):
+            self._run.link.note_call()  # a split model's forward asks other ranks before anything else here does
             return self._evaluate(loss_of, looked_at)
 
     def _evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
