@@ -88,6 +88,8 @@ class Net(nn.Module):
 def make(tied: str = "") -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net(tied).double()
+    for layer in (*model.blocks[2:], model.norm, model.leave) if tied == "frozen" else ():
+        layer.requires_grad_(False)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -214,6 +216,25 @@ def assert_same(found: list[dict[str, Any]], judge: dict[str, Any], case: dict[s
                 known.copy_(numbers)
         off = 1e-7 if case.get("clip") else 1e-12
         torch.testing.assert_close(whole, parameter.detach().view(-1), rtol=off, atol=off, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy"),
+    first_of(
+        [
+            (2, ShardGradOp()),
+            (2, FullShard(weights=(1, 2))),
+            (2, FullShard()),
+            (4, ShardGradOp(keep_gradients=True)),
+            (4, FullShard(weights=(3, 1, 1, 2))),
+        ],
+        2,
+    ),
+)
+def test_a_stage_of_which_all_is_frozen_is_split_as_any(workers: int, strategy: Any) -> None:
+    """As adapters leave the last one, though the optimizer was given all parameters."""
+    case = {"stages": TWO, "strategy": strategy, "tied": "frozen", "evaluates": True}
+    assert_same(run_ranks(workers, train, case, 4), plain(4, case), case)
 
 
 NAN, INF = float("nan"), float("inf")

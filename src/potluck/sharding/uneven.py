@@ -175,8 +175,8 @@ class UnevenShards(Sharded):
                 continue
             group = home.get(id(parameter), UNSTEPPED) if parameter.requires_grad else None
             members[id(parameter)] = FlatParamMember(name, parameter, group, tuple(parameter.shape), parameter.dtype)
-        is_stepped = any(member.is_trained and member.group != UNSTEPPED for member in members.values())
-        if home and not is_stepped:  # a stage may have layers without any, and hold nothing
+        trained = [member for member in members.values() if member.is_trained]  # none where a stage is frozen
+        if home and trained and all(member.group == UNSTEPPED for member in trained):
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
         return members
 

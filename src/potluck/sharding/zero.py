@@ -288,7 +288,8 @@ class ShardedOptimizer(Sharded):
 
     def _check(self, model: nn.Module) -> None:
         self._names = names = {id(parameter): name for name, parameter in model.named_parameters()}
-        if not self.parameters and homes(self.optimizer):  # a stage may have layers without any, and hold nothing
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())  # of a stage, all may be frozen
+        if is_trained and not self.parameters and homes(self.optimizer):
             raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
         claim({names[id(parameter)]: parameter for parameter in self.parameters}, self)
         devices = sorted({str(parameter.device) for parameter in self.parameters})
