@@ -4,8 +4,10 @@ A split block is gathered again when the gradient of something that it gave arri
 hook. torch looks for them in tuples, lists, dicts and, in newer versions, dataclasses; models return any object.
 """
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 MOST_OBJECTS = 10_000
@@ -38,6 +40,23 @@ def tensors_of(value: Any) -> tuple[list[Tensor], bool]:
             hides |= parts is None
             left.extend(parts or ())
     return list(tensors.values()), hides
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Cast all floating-point tensors that a block is given, those of a dataclass too, where torch does not look."""
+
+    def cast(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return one.to(dtype) if one.is_floating_point() else one
+        if not is_dataclass(one) or isinstance(one, type | Mapping):
+            return one
+        made = copy.copy(one)
+        for each in fields(one):
+            if hasattr(one, each.name):
+                object.__setattr__(made, each.name, cast_floats(getattr(one, each.name), dtype))  # it may be frozen
+        return made
+
+    return tree_map(cast, value)
 
 
 def kept_by(block: nn.Module) -> list[Tensor]:
@@ -66,7 +85,8 @@ def hook_fully_sharded(module: nn.Module, state: Any, groups: Sequence[FSDPParam
     def pre_forward(number: int, *args: Any) -> Any:
         nonlocal began
         began = torch._C._autograd._get_sequence_nr()
-        return own_pres[number](*args)
+        given, dtype = own_pres[number](*args), groups[number].mp_policy.param_dtype
+        return given if dtype is None else cast_floats(given, dtype)
 
     def post_forward(number: int, *args: Any) -> Any:
         group, after = groups[number], groups[number].post_forward_mesh_info

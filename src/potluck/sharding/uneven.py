@@ -25,13 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_map_only
 
 from potluck.errors import ConfigError
 from potluck.sharding.absent import SplitPlace, refuse_replacements
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.optimizer_shard import weights_for
-from potluck.sharding.outputs import kept_by, later, tensors_of
+from potluck.sharding.outputs import cast_floats, kept_by, later, tensors_of
 from potluck.sharding.passes import Lasts, Passes
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, claim, group_names, homes, run_of, stays_whole
@@ -263,7 +262,7 @@ class UnevenShards(Sharded):
             self._gather(unit)
             if unit is self._root and not self._in_backward:
                 self._passes.start("forward")
-        cast = None if self._computes_in is None else tree_map_only(Tensor, self._cast, (args, kwargs))
+        cast = None if self._computes_in is None else cast_floats((args, kwargs), self._computes_in)
         unit.began = torch._C._autograd._get_sequence_nr()
         return cast
 
@@ -286,9 +285,6 @@ class UnevenShards(Sharded):
     def _skip(self, operation: int) -> None:
         if operation < len(self._blocks) and not self._blocks[operation].in_use:
             self._blocks[operation].release()
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._computes_in) if tensor.is_floating_point() else tensor
 
     @torch.no_grad()
     def _before_part_of_root(self, module: nn.Module, args: Any) -> None:
