@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 
-import torch
-
 from tests.differential.cases import Case, read_case
 from tests.differential.drawn import TITLE, drawn_tables
 from tests.differential.matrix import PAGE, UNTRIED, Cell, cells, drawn_part, mark, page, read_page
 from tests.differential.odd_cases import draw_any
+from tests.differential.runner import begin
 from tests.differential.verdict import Verdict, verdict_of
 
 
@@ -69,12 +68,12 @@ def _named(options: argparse.Namespace) -> list[Case]:
 
 def judged(cases: Iterable[Case], jobs: int) -> Iterator[Verdict]:
     """Each case's verdict, as soon as it is there. A case is drawn when there is room for it."""
-    torch.set_num_threads(1)
     if jobs == 1:
+        begin()
         yield from map(verdict_of, cases)
         return
     context, waiting = multiprocessing.get_context("spawn"), iter(cases)
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=begin) as pool:
         running: set[Future[Verdict]] = set()
         while True:
             running |= {pool.submit(verdict_of, case) for case in itertools.islice(waiting, jobs - len(running))}

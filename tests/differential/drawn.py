@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from tests.differential.cases import Case, Leg
 from tests.differential.data import KINDS
 from tests.differential.habits import HABITS
-from tests.differential.models import BLOCKS
+from tests.differential.models import ADAPTED, BLOCKS
 from tests.differential.nets import TRAITS
 from tests.differential.odd_blocks import ANY, IMAGES
 from tests.differential.odd_cases import PLACES
@@ -28,11 +28,12 @@ WAYS = (
     "stages",
     "stages, split",
     "host",
+    "host, windows",
 )
 TABLES: dict[str, tuple[str, ...]] = {
     "Blocks": (*dict.fromkeys(kind for kinds in BLOCKS.values() for kind in kinds), *(k.__name__.lower() for k in ANY)),
     "Blocks of images": tuple(kind.__name__.lower() for kind in IMAGES),
-    "Models": (*TRAITS, *ODD_TRAITS),
+    "Models": (*TRAITS, *ODD_TRAITS, *ADAPTED),
     "Loops": HABITS,
     "Data": ("tensors", *KINDS),
     "A slow rank": PLACES,
@@ -44,7 +45,7 @@ TABLES: dict[str, tuple[str, ...]] = {
 
 def way_of(case: Case, leg: Leg) -> str:
     if case.host:
-        return "host"
+        return "host" if leg.policy.startswith("Sync") else "host, windows"
     if leg.stages:
         return "stages" if leg.strategy == "NoShard()" else "stages, split"
     if not leg.policy.startswith("Sync"):

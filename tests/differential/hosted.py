@@ -4,11 +4,13 @@ Which rows a step has is what its DataLoader says, so a worker reports only what
 """
 
 import functools
+import json
 import math
 import os
 import signal
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from torch import Tensor
 
 import potluck
 from potluck.errors import PotluckError
-from potluck.events import StepDone, StepSkipped
+from potluck.events import Decided, StepDone, StepSkipped
+from potluck.fleet.effects import StepRecord
 from potluck.fleet.membership import WorkerPhase
 from tests.differential.cases import Case
 from tests.differential.data import given_data, plain_batches
@@ -41,13 +44,20 @@ def run_hosted(case: Case, timeout_s: float) -> tuple[list[list[dict[str, Any]]]
     with tempfile.TemporaryDirectory(prefix="potluck-differential-") as folder:
         place = Path(folder)
         fleet = Fleet(place)
+        records = _recorded(fleet)
         try:
             _play(case, fleet, steps, time.monotonic() + timeout_s)
             found = torch.load(place / f"{FIRST}.pt", weights_only=True)
             events = torch.load(place / "events.pt", weights_only=True)
+            if not is_sync(case):
+                return [_told_of_windows(fleet, list(records.values()), events)], found
         finally:
             fleet.close()
     return told_of(batches, events), found
+
+
+def is_sync(case: Case) -> bool:
+    return case.legs[0].policy.startswith("Sync")
 
 
 def told_of(batches: list[list[list[int]]], events: list[list[float]]) -> list[list[dict[str, Any]]]:
@@ -60,12 +70,54 @@ def told_of(batches: list[list[list[int]]], events: list[list[float]]) -> list[l
         "ends": [],
         "events": events,
         "proofs": [],
-        "anchors": [],
+        "anchors": [0 for epoch in batches for rows in epoch],
         "buckets": [],
         "evaluated": None,
         "average": {},
     }
     return [[told]]
+
+
+def _recorded(fleet: Fleet) -> dict[int, StepRecord]:
+    """What the journal gets of each step. A leader that is killed tells nobody that it has applied its last one."""
+    found: dict[int, StepRecord] = {}
+    record = fleet.journal.record
+
+    def recorded(step: StepRecord) -> None:
+        found[step.step] = step
+        record(step)
+
+    fleet.journal.record = recorded  # type: ignore[method-assign]
+    return found
+
+
+def _told_of_windows(fleet: Fleet, records: list[StepRecord], events: list[list[float]]) -> list[dict[str, Any]]:
+    """As ranks would tell of windows: the journal has who did which range, and each worker in which steps. Whoever did
+    it began with what all had agreed on, so each range of a window is a replica's."""
+    decided = {event.version + 1: event.anchor for event in fleet.events if isinstance(event, Decided)}
+    steps: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(dict)
+    for path in fleet.folder.glob("*.steps"):
+        for line in path.read_text().splitlines():
+            worker, version, rows = json.loads(line)
+            steps[worker, version][rows[0]] = rows
+    found: list[dict[str, Any]] = []
+    for record in records:
+        done = []
+        for start, end, worker in record.ranges:
+            own = steps[worker, record.step]
+            done.append([[rows] for first, rows in sorted(own.items()) if start <= first < end])
+        if decided[record.step] == 0:
+            done = [[[list(range(record.row, record.row + record.rows))]]]
+        for number, window in enumerate(done):
+            if number == len(found):
+                found.append(told_of([], events)[0][0] | {"replica": number})
+            found[number]["windows"] += [[]] * (record.step - 1 - len(found[number]["windows"])) + [window]
+            rows = [row for step in window for micro in step for row in micro]
+            found[number]["epochs"] += [[record.epoch, row] for row in rows]
+    for each in found:
+        each["windows"] += [[]] * (len(records) - len(each["windows"]))
+        each["anchors"] = [decided[record.step] for record in records]
+    return found
 
 
 def _play(case: Case, fleet: Fleet, steps: int, deadline: float) -> None:
@@ -75,7 +127,7 @@ def _play(case: Case, fleet: Fleet, steps: int, deadline: float) -> None:
         "job": functools.partial(_job, case, str(fleet.folder)),
         "slow_s": SLOW_S,
         "steps": steps,
-        "policy": potluck.Sync(),
+        "policy": _policy(case),
         "step": _step_config(case),
     }
     fleet.add(FIRST, **options)
@@ -132,6 +184,11 @@ def _check(fleet: Fleet, deadline: float) -> None:
         raise Failed("HANG", fleet.describe())
 
 
+def _policy(case: Case) -> Any:
+    """Of Cadence, what a case does not name is as published, as in a group."""
+    return eval(case.legs[0].policy, {"Sync": potluck.Sync, "Auto": potluck.Auto, "Cadence": potluck.Cadence.published})
+
+
 def _step_config(case: Case) -> potluck.StepConfig:
     switches = case.legs[0].switches
     return potluck.StepConfig(**eval(f"dict({switches + ', ' if switches else ''}nonfinite_limit=1000)"))
@@ -169,12 +226,17 @@ def _train(case: Case, folder: Path, fleet: Any, phase: list[str]) -> Any:
             steps.append([math.nan, math.nan, 0.0])
 
     fleet.events.listeners.append(hear)
+    name = os.environ["POTLUCK_NAME"]
+    log = None if is_sync(case) else (folder / f"{name}.steps").open("a")  # line by line: it may be killed
     for _ in fleet.epochs(case.epochs):
         for batch in loader:
             mean, samples = loss_of(model, batch, case.scale, case.habits)
             fleet.backward(mean, samples=float(samples))
+            if log is not None and loader.current.weighs:
+                told = fleet.table.client.worker_id, fleet.version + 1, batch[-1].tolist()
+                print(json.dumps(told), file=log, flush=True)
             fleet.step()
             phase[0] = "trained"
-    if os.environ["POTLUCK_NAME"] == FIRST:
+    if name == FIRST:
         torch.save(steps, folder / "events.pt")
     return model

@@ -217,9 +217,11 @@ def mean_buffers(
     return found
 
 
-def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = False, is_whole: bool = True) -> Expected:
-    """Of what the ranks of each leg told. `is_shaken`: begun from weights as rounded as the run's numbers are.
-    `is_whole`: the run went to its end."""
+def judge(
+    case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = False, shake: int = 0, is_whole: bool = True
+) -> Expected:
+    """Of what the ranks of each leg told. `is_shaken`: begun from weights as rounded as the run's numbers are, in one
+    of many ways, which has the number `shake`. `is_whole`: the run went to its end."""
     expected = Expected()
     batches = plain_batches(case, _data(case)) if case.data else None
     expected.complaints += _rows_used_wrongly(case, told, batches) if is_whole else []
@@ -227,7 +229,7 @@ def judge(case: Case, told: list[list[dict[str, Any]]], *, is_shaken: bool = Fal
     replica = Replica(case, dtype)
     expected.start, expected.losses = _state(replica.model), replica.losses
     if is_shaken:
-        _shake(replica.model, SHAKES[precision_of(case)], case.seed)
+        _shake(replica.model, SHAKES[precision_of(case)], case.seed + shake)
     done = 0
     for leg, ranks in zip(case.legs, told, strict=True):
         lanes, complaints = _lanes(ranks)

@@ -4,6 +4,7 @@ The word says what goes in, how wide the model is, its blocks, and what is odd a
 the same word as its judge does, so nothing here knows potluck.
 """
 
+import importlib.util
 import math
 from typing import Any
 
@@ -29,17 +30,35 @@ LOSSES = ("l2", "penalty", "twice", "weight")
 """What a loss function has beside a mean over rows: all parameters, a gradient, the model a second time, a weight."""
 
 
-def build(word: str, dtype: torch.dtype, seed: int) -> Net:
+ADAPTED = ("lora", "lora-head")
+"""Adapters of peft over what is frozen, on every linear layer and convolution; or beside a head that is trained."""
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+
+
+def build(word: str, dtype: torch.dtype, seed: int) -> Any:
     """Made in float32, so that every type starts from the same numbers."""
     torch.manual_seed(seed)
-    is_odd = set(word.rpartition("/")[2].split(",")) & set(ODD_TRAITS)
-    model = (OddNet if is_odd else Net)(word).to(dtype)
+    traits = set(word.rpartition("/")[2].split(","))
+    model = (OddNet if traits & set(ODD_TRAITS) else Net)(word)
+    if traits & set(ADAPTED):
+        return _with_adapters(model, with_head="lora-head" in traits).to(dtype)
+    model = model.to(dtype)
     for module in model.modules():
         if isinstance(module, Complex):
             module.weight = nn.Parameter(torch.view_as_complex(module.weight.detach()))
     if isinstance(model, OddNet):
         model.adjust(dtype)
     return model
+
+
+def _with_adapters(model: Net, *, with_head: bool) -> Any:
+    """Get what peft makes of a model, with adapters that are not zero at first."""
+    import peft
+
+    targets = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    saved = ["head"] if with_head else None
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, modules_to_save=saved)
+    return peft.get_peft_model(model, config)  # type: ignore[arg-type]
 
 
 def make_data(

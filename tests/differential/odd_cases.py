@@ -9,22 +9,81 @@ from dataclasses import replace
 from tests.differential.cases import Case, Leg, draw_case, draw_model, without
 from tests.differential.data import KINDS
 from tests.differential.habits import HOOKS, LOOPS, NONLINEAR, STARTS, TIMED
-from tests.differential.models import BY_BATCH, COUNTED, LOSSES
+from tests.differential.models import ADAPTED, BY_BATCH, COUNTED, HAS_PEFT, LOSSES
+from tests.differential.nets import TRAITS
 from tests.differential.odd_blocks import ANY, IMAGES
 from tests.differential.odd_nets import HEADS, PATHS, WHOLES, WORDS
 from tests.differential.optimizers import ODD_OPTIMIZERS, ODD_SCHEDULERS, STEADY
 
 PLACES = ("before-forward", "before-step", "after-step", "hook")
 MOST_S = 0.2
+ADAPTABLE = ("mlp", "plain", "norm", "attention", "experts", "gain", "empty", "dropless", "conv", "bare")
+"""Blocks whose layers peft has adapters for."""
+GIVEN = ("given-dict", "given-tuple", "given-struct")
+ANY_MODEL = (
+    "l2",
+    "twice",
+    "penalty",
+    "halves",
+    "uneven",
+    "eval",
+    "zero-grad",
+    "clip-between",
+    "average",
+    "ema",
+    "lr",
+    "decay",
+)
+"""Habits that do not ask for a weight by its name."""
 
 
 def draw_any(seed: int, only: str = "") -> Case:
     """A usual case, or more often an odd one. `only`: sync, stages, windows, legs, hosts or usual."""
     if only == "hosts" or (not only and random.Random(f"host {seed}").random() < 0.08):
-        return draw_hosted(seed)
+        return _maybe_adapted(_maybe_in_windows(draw_hosted(seed)))
     is_usual = only == "usual" or random.Random(f"usual {seed}").random() < 0.3
     case = draw_case(seed, "" if only == "usual" else only)
-    return _quick(case if is_usual else make_odd(case))
+    return _maybe_adapted(_quick(case if is_usual else make_odd(case)))
+
+
+def _maybe_adapted(case: Case) -> Case:
+    """Some have adapters of peft, where there is one. Drawn by itself: the other cases are as they were without."""
+    draw = random.Random(f"lora {case.seed}")
+    if draw.random() > 0.07 or not HAS_PEFT or "turns" in case.habits:
+        return case
+    inputs, width, blocks, traits = case.model.split("/")
+    usual = {"vectors": "mlp", "tokens": "attention", "images": "bare"}[inputs]
+    known = [kind if kind in ADAPTABLE else usual for kind in blocks.split(",")]
+    kept = [word for word in traits.split(",") if word in (*TRAITS, *GIVEN) and word not in ("tied", "twins")]
+    return replace(
+        case,
+        model=f"{inputs}/{width}/{','.join(known)}/{','.join([*kept, draw.choice(ADAPTED)])}",
+        habits=tuple(habit for habit in case.habits if habit.partition("@")[0] in ANY_MODEL),
+        legs=tuple(without(leg, "compile=True") for leg in case.legs),
+    )
+
+
+def _maybe_in_windows(case: Case) -> Case:
+    """Some hosts have bf16, or replicas that step by themselves: of rows in order, as the judge knows them, and by an
+    optimizer that keeps nothing, since a newcomer begins with what another one's has kept."""
+    draw = random.Random(f"windows of a host {case.seed}")
+    kind = draw.choices(("", "bf16", "windows"), (2, 1, 1))[0]
+    (leg,) = case.legs
+    if kind == "bf16":
+        return _as_torch_can(replace(case, legs=(replace(leg, switches=_joined(leg.switches, "precision='bf16'")),)))
+    if kind == "windows":
+        anchor = draw.choice((1, 2))
+        together = draw.choice(("", ", together=0.3"))
+        policy = draw.choice((f"Cadence(anchor={anchor}, max_anchor={anchor + 1}{together})", "Auto()"))
+        leg = replace(leg, policy=policy)
+        habits = tuple(habit for habit in case.habits if habit != "clamp-after")
+        optimizer = "SGD(lr=0.1)" if case.scale == 1.0 else case.optimizer
+        return replace(case, legs=(leg,), optimizer=optimizer, data="in-order", scheduler="", habits=habits)
+    return case
+
+
+def _joined(*switches: str) -> str:
+    return ", ".join(filter(None, switches))
 
 
 def _quick(case: Case) -> Case:

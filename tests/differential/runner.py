@@ -31,10 +31,10 @@ from tests.differential.cases import Case, Leg
 from tests.differential.data import given_data
 from tests.differential.habits import KEPT, Loop, other_model, whole
 from tests.differential.hosted import run_hosted
-from tests.differential.models import build, loss_of, make_data
+from tests.differential.models import HAS_PEFT, build, loss_of, make_data
 from tests.differential.optimizers import make_optimizer, make_scheduler, make_two
 from tests.differential.outcomes import Failed, Refused
-from tests.ranks import Outcome, run_ranks, try_ranks
+from tests.ranks import PRELOADED, Outcome, _server, run_ranks, try_ranks
 
 Told = dict[str, Any]
 TIMEOUT_S = 90.0
@@ -71,6 +71,14 @@ def _saved(case: Case, folder: Path) -> dict[str, Tensor]:
             return {name: saved[name] for name in saved.tensors}
     write_plain(newest, folder / "plain.safetensors")
     return load_file(folder / "plain.safetensors")
+
+
+def begin() -> None:
+    """Prepare a process that judges many cases. Ranks are forked from one that has peft: each of them would load it for
+    ten seconds."""
+    torch.set_num_threads(1)
+    if HAS_PEFT:
+        _server.set_forkserver_preload([*PRELOADED, "peft"])
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """About a minute of the differential tester: new seeds each day, and some cells of docs/matrix.md."""
 
 import ast
+import copy
 import datetime
 import itertools
 import os
@@ -8,6 +9,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +33,10 @@ from tests.differential.cases import Case, Leg, draw_case, read_case
 from tests.differential.compare import compare, compare_calm_steps
 from tests.differential.drawn import drawn_tables
 from tests.differential.matrix import PAGE, RIGHT, UNTRIED, Cell, cells, drawn_part, mark, page, read_page
-from tests.differential.optimizers import OPTIMIZERS
+from tests.differential.optimizers import OPTIMIZERS, STEADY
 from tests.differential.plain import fails_alike
 from tests.differential.refusals import is_allowed
+from tests.differential.runner import run_case
 from tests.differential.verdict import Verdict, verdict_of
 
 SECONDS = {"sync": 7, "stages": 7, "windows": 7, "legs": 7}
@@ -114,6 +117,49 @@ def test_odd_cases_are_repeated_by_their_lines_and_have_all_that_is_odd() -> Non
     assert {case.scheduler for case in drawn} >= {*optimizers.SCHEDULERS, *optimizers.ODD_SCHEDULERS}
     assert {case.data for case in drawn} == {"", *data.KINDS}
     assert {leg.slow.split("/")[1] for case in drawn for leg in case.legs if leg.slow} == set(odd_cases.PLACES)
+    assert words >= set(models.ADAPTED) or not models.HAS_PEFT
+    hosts = {(leg.policy.partition("(")[0], "bf16" in leg.switches) for case in drawn if case.host for leg in case.legs}
+    assert hosts == {("Sync", False), ("Sync", True), ("Cadence", False), ("Auto", False)}
+
+
+def test_a_case_has_words_that_go_together_and_none_that_is_empty() -> None:
+    for case in (odd_cases.draw_any(seed) for seed in range(2000)):
+        *rest, traits = case.model.split("/")
+        assert all(rest) and all(rest[2].split(",")) and (not traits or all(traits.split(","))), case.model
+        assert "types" not in traits.split(",") or case.dtype == "float64", case.line()
+
+
+def test_without_peft_no_adapter_is_drawn_and_all_else_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [odd_cases.draw_any(seed) for seed in range(500)]
+    monkeypatch.setattr(odd_cases, "HAS_PEFT", False)
+    without = [odd_cases.draw_any(seed) for seed in range(500)]
+    adapted = [set(models.ADAPTED) & set(case.model.rpartition("/")[2].split(",")) for case in drawn]
+    assert [case for case in without if any(word in case.model for word in models.ADAPTED)] == []
+    assert [a for a, is_adapted in zip(drawn, adapted, strict=True) if not is_adapted] == [
+        b for b, is_adapted in zip(without, adapted, strict=True) if not is_adapted
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_windows_under_a_host_are_judged_by_what_plain_replicas_and_their_mean_are() -> None:
+    """Of ranges by whoever did them, while one joins, one leaves and one is killed; and the judge bites."""
+    case = Case(
+        dtype="float32",
+        rows=96,
+        epochs=4,
+        data="in-order",
+        host="2,join@3,leave@6,join@7,kill@12",
+        legs=(Leg(policy="Cadence(anchor=1, max_anchor=2, together=0.2)"),),
+    )
+    told, found = run_case(case)
+    expected = judge.judge(case, told)
+    assert not compare(case, expected, told, found)
+    assert len(told[0]) > 1, "only one worker did anything"
+    assert {0} < set(told[0][0]["anchors"]), "some steps are taken together, and others are not"
+    alone = copy.deepcopy(told)
+    alone[0][0]["anchors"] = [0] * len(alone[0][0]["anchors"])
+    off = judge.judge(case, alone)
+    assert off.complaints or compare(case, off, told, found)
 
 
 def told(
@@ -339,11 +385,40 @@ FOUND = {
     "an average leaves frozen weights as they are": Case(
         model="vectors/4/mlp,mlp/frozen", habits=("clamp", "ema"), legs=(Leg(world=2, strategy="ShardGradOp()"),)
     ),
+    "what blocks hand on in a dataclass is rounded to bf16 as all else under FullShard": Case(
+        model="tokens/8/complex,attention/structs",
+        dtype="float32",
+        legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),),
+    ),
+    "what blocks hand on in a dataclass is rounded to bf16 under FullShard with weights, too": Case(
+        model="tokens/8/complex,attention/structs",
+        dtype="float32",
+        legs=(Leg(world=2, strategy="FullShard(weights=(1.0, 2.0))", switches="precision='bf16'"),),
+    ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)
     ),
 }
 """Faults that random cases have found, and no other test had."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not models.HAS_PEFT, reason="needs peft")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("trait", models.ADAPTED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"legs": (Leg(world=2, strategy="FullShard()"),)},
+        {"legs": (Leg(world=2, stages="Stages(protocol=Pipeline(micro_batch_size=3))"),)},
+        {"legs": (Leg(world=2, policy="Cadence(anchor=2)"),)},
+        {"host": "2,join@1,kill@2", "data": "in-order", "dtype": "float32", "legs": (Leg(),)},
+    ],
+    ids=["FullShard", "stages", "windows", "host"],
+)
+def test_adapters_of_peft_train_as_plain_pytorch_and_peft_train_them(trait: str, options: dict[str, Any]) -> None:
+    verdict = verdict_of(Case(model=f"vectors/8/mlp,mlp,norm/{trait}", optimizer=STEADY[2], **options))
+    assert verdict.kind == "right", repeat(verdict)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ from tests.differential.plain import fails_alike
 from tests.differential.refusals import is_allowed
 from tests.differential.runner import Told, run_case
 
+SHAKEN = 6
+"""How often a judge that found something wrong looks whether it would end elsewhere itself: once may be luck."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -60,8 +63,8 @@ def _decide(case: Case) -> tuple[str, str]:
     try:
         expected = judge(case, told)
         complaints = compare(case, expected, told, found)
-        if complaints and not expected.complaints:
-            shaken = judge(case, told, is_shaken=True)
+        for shake in range(SHAKEN if complaints and not expected.complaints else 0):
+            shaken = judge(case, told, is_shaken=True, shake=shake)
             if is_chaotic(case, expected, shaken) and not compare_calm_steps(case, expected, shaken, told):
                 return "diverged" if expected.has_diverged else "chaotic", ""
     except Exception:
