@@ -1,10 +1,9 @@
 """Member: a worker's side of the protocol, the mirror of the coordinator. A message or a local event in, effects out.
 
 It knows where this worker stands with its host: whether it is in, what it was asked for, what the host still owes it.
-What a step computes, where weights lie, how bytes travel and what time it is are up to its driver:
-engine/member_driver.py with a real connection, tests/fleet/virtual/ on a virtual clock. Several ranks that are one
-worker each drive a Member of their own with the same messages, so nothing here may depend on `now` but how long to
-wait.
+What a step computes, where weights lie, how bytes travel and what time it is are up to its driver, member_driver.py.
+Several ranks that are one worker each drive a Member of their own with the same messages, so nothing here may depend on
+`now` but how long to wait.
 """
 
 import json
