@@ -8,18 +8,22 @@ Nothing here holds a context manager across a yield: it would be in force in the
 position forward.
 """
 
+import time
+import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from potluck.account import Told, tell_with
 from potluck.data.plan import MicroBatch
 from potluck.engine.losses import STEP_TOO_EARLY, check_mean
 from potluck.engine.run_state import RunState
 from potluck.engine.table import Give, Outcome, RoundPlan, Table, Wait, Waits, Works
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import StepDone, StepSkipped
+from potluck.words import duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,25 @@ class Round:
         """What has ended the story: nothing can be advanced after it. As words, since an error holds on to its frames,
         and with them to connections."""
 
+        self._waiting: tuple[Wait, float] | None = None
+        """The Wait that the story stands at, and since when."""
+
     def begin(self, works: Works) -> None:
         self._works = works
+        own = weakref.ref(self)  # what tells of it must not keep a model in memory
+
+        def tell() -> Told:
+            return ("", []) if (alive := own()) is None else alive._account()
+
+        tell_with("round", tell)
+
+    def _account(self) -> Told:
+        """For `potluck why`: the Wait that the story stands at, in the words of its class."""
+        if (now := self._waiting) is None:
+            return "", ["The loop computes, or does something of its own."]
+        wait, since = now
+        what = (type(wait).__doc__ or type(wait).__name__).splitlines()[0].rstrip(".")
+        return "", [f"For {duration(time.monotonic() - since)} the round has waited for: {what}."]
 
     @property
     def works(self) -> Works:
@@ -182,7 +203,10 @@ class Round:
         try:
             request = next(self._story)
             while not isinstance(request, Give | StepEnd):
-                request = self._story.send(request.wait())
+                self._waiting = request, time.monotonic()
+                found = request.wait()
+                self._waiting = None
+                request = self._story.send(found)
         except StopIteration:  # the epoch is over, or the run stops
             self._story = self._open = None
             return None

@@ -156,6 +156,8 @@ class _Begun:
 
 
 class _Gathered:
+    """The rows of all ranks, such as their reports of a step."""
+
     def __init__(self, work: dist.Work, found: list[Tensor]) -> None:
         self._work, self._found = work, found
 
