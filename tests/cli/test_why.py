@@ -112,7 +112,9 @@ def test_the_ranks_of_a_group_say_who_waits_for_whom_and_ctrl_backslash_too(
         wait = rf"Worker 0 waits in fleet.step\(\) for worker 1, for \d+ s; worker 1 was last at loop.py, line {line}\."
         said = run(place, "why").stdout
         assert re.match(wait, said) and f"loop.py:{line} in stare" in said, said
-        assert re.search(r"For \d+ s the round has waited for: The sums of a step's gradients, on their way\.", said), said
+        assert re.search(r"For \d+ s the round has waited for: The sums of a step's gradients, on their way\.", said), (
+            said
+        )
         group.send_signal(signal.SIGQUIT)
         assert re.match(wait, group.stderr.readline())
     finally:

@@ -42,19 +42,24 @@ from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import make_replica, over_group
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.frozen_base import agree_on_base, find_base
-from potluck.engine.given import Given
 from potluck.engine.handle import Handle
 from potluck.engine.local_steps import train
 from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction
 from potluck.engine.masters import keep_masters
-from potluck.engine.model_checks import check_dense, check_model, check_no_writes
 from potluck.engine.own_saving import shadow_saving
+from potluck.engine.prepare import (
+    Given,
+    check_dense,
+    check_model,
+    check_no_writes,
+    find_batch_norm,
+    warn_of_single_rows,
+)
 from potluck.engine.replica import Replica
 from potluck.engine.round import Round
 from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import Scheduled
-from potluck.engine.single_rows import find_batch_norm, warn_of_single_rows
 from potluck.engine.switches import StepConfig
 from potluck.engine.table import Table
 from potluck.engine.weight_average import WeightAverage

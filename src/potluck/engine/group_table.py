@@ -31,9 +31,9 @@ from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.losses import LossFunction, looking
 from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.moments import Moments, are_averaged
+from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
-from potluck.engine.same_data import check_same_data
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.engine.table import Outcome, RoundPlan, RoundWork, Waits, Works
 from potluck.engine.together import StepTogether

@@ -37,9 +37,9 @@ from potluck.engine.moments import are_averaged
 from potluck.engine.node_client import NodeClient
 from potluck.engine.node_mean import NodeMean
 from potluck.engine.part_sender import PartSender
+from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
-from potluck.engine.same_data import check_same_data
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import Gradients, WholeGradients, describe_model, state_specs

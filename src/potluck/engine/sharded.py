@@ -14,8 +14,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from potluck.coded_numbers import Coding
+from potluck.engine.prepare import find_batch_norm
 from potluck.engine.replica import Agreed, Replica
-from potluck.engine.single_rows import find_batch_norm
 from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums, join
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums
