@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from potluck.coded_numbers import coding_of
 from potluck.data.source import DataSource
+from potluck.engine.evaluate import LossFunction
 from potluck.engine.group_table import GroupTable
-from potluck.engine.losses import LossFunction
 from potluck.engine.replica import GradientForm, Replica
 from potluck.engine.run_state import RunState
 from potluck.engine.table import Table

@@ -8,7 +8,7 @@ from torch import Tensor
 from potluck.agree.records import Report
 from potluck.agree.step_report import StepDecision, decide_sum
 from potluck.data.plan import MicroBatch
-from potluck.engine.losses import LossFunction
+from potluck.engine.evaluate import LossFunction
 from potluck.engine.run_state import RunState
 from potluck.events import StepSkipped
 from potluck.link.link import Link

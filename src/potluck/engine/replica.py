@@ -20,9 +20,8 @@ from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
 from potluck.engine.buckets import GradBuckets
 from potluck.engine.buffers import SavedBuffers
+from potluck.engine.evaluate import LookSums, LossFunction, loss_and_samples
 from potluck.engine.frozen_base import FrozenBase, glance_at
-from potluck.engine.look_sums import LookSums
-from potluck.engine.losses import LossFunction, loss_and_samples
 from potluck.engine.optimizer_adapter import OptimizerAdapter
 from potluck.engine.outer_state import OuterState
 from potluck.engine.prepare import check_optimizer, check_own_memory, check_same_model, explain_single_rows

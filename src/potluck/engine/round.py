@@ -18,7 +18,7 @@ from torch import Tensor
 
 from potluck.account import Told, tell_with
 from potluck.data.plan import MicroBatch
-from potluck.engine.losses import STEP_TOO_EARLY, check_mean
+from potluck.engine.evaluate import STEP_TOO_EARLY, check_mean
 from potluck.engine.run_state import RunState
 from potluck.engine.table import Give, Outcome, RoundPlan, Table, Wait, Waits, Works
 from potluck.errors import ConfigError, PotluckError

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from potluck.agree.step_report import norm_of_stages
 from potluck.data.loader import Loader
-from potluck.engine.look_sums import LookSums
-from potluck.engine.losses import LossFunction, check_grad, loss_and_samples
+from potluck.engine.evaluate import LookSums, LossFunction, check_grad, loss_and_samples
 from potluck.engine.prepare import explain_single_rows
 from potluck.engine.replica import MicroPass, Replica
 from potluck.engine.sharded import ShardedReplica
