@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import potluck
-from potluck.engine.weight_average import WeightAverage
+from potluck.engine.eval_weights import WeightAverage
 from potluck.errors import PotluckError
 from potluck.events import Decided, EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder

@@ -164,7 +164,7 @@ def test_a_window_counts_as_its_steps() -> None:
     with potluck.init(potluck.Cadence.published(anchor=5, max_anchor=5)) as fleet:
         model, optimizer, data = make()
         fleet.prepare(model, optimizer, data, batch_size=BATCH)
-        from potluck.engine.weight_average import WeightAverage
+        from potluck.engine.eval_weights import WeightAverage
 
         average = WeightAverage(fleet.run, DECAY, fleet.table.as_agreed)
         before = [p.detach().clone() for p in model.parameters()]

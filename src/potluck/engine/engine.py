@@ -40,12 +40,12 @@ from potluck.data.source import AskedData, DataSource, held_out, source_of
 from potluck.engine import own_values
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import make_replica, over_group
+from potluck.engine.eval_weights import LookingWeights, WeightAverage
 from potluck.engine.evaluate import LossFunction
 from potluck.engine.fingerprint import training_settings
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.handle import Handle
 from potluck.engine.local_steps import train
-from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.masters import keep_masters
 from potluck.engine.own_saving import shadow_saving
 from potluck.engine.prepare import (
@@ -62,7 +62,6 @@ from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.switches import StepConfig
 from potluck.engine.table import Table
-from potluck.engine.weight_average import WeightAverage
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, EventFile, StepDone, StepSkipped
 from potluck.link.link import Alone, Link

@@ -25,9 +25,9 @@ from potluck.data.plan import BatchConfig, BatchShare, MicroBatch
 from potluck.data.source import DataSource, HeldOut
 from potluck.devices import synchronize
 from potluck.engine.alone import StepAlone, WindowSide
+from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LossFunction, add_up, looking, means_of
 from potluck.engine.group_plans import GroupPlans, SyncPlans, WindowPlans
-from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.prepare import check_same_data

@@ -29,8 +29,8 @@ from potluck.data.rows import arrived, read_batch
 from potluck.data.source import DataSource, HeldOut
 from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.buffers import SavedBuffers
+from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LookSums, LossFunction, add_up, looking, means_of
-from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.means import HostMean
 from potluck.engine.moments import are_averaged
 from potluck.engine.node_client import NodeClient

@@ -18,8 +18,8 @@ from potluck.agree.step_report import StepDecision
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, MicroBatch
 from potluck.data.source import DataSource, HeldOut
+from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LossFunction
-from potluck.engine.looking_weights import LookingWeights
 from potluck.engine.replica import Replica
 from potluck.events import EpochDone, StepSkipped, WorkerStep
 from potluck.fleet.tree import Node
