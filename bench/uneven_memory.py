@@ -164,8 +164,8 @@ def _leave_words(folder: str, rank: int) -> None:
 def _train(side: str, dim: int, layers: int, limit_bytes: int | None) -> None:
     import torch
 
+    from potluck.engine.precision import StepConfig, switch_on
     from potluck.engine.sharded import shard_over
-    from potluck.engine.switches import StepConfig, switch_on
     from potluck.sharding.strategy import FullShard
     from potluck.train.model import GPT, next_token_loss
 

@@ -12,9 +12,10 @@ Not undone:
 - a model's state_dict and load_state_dict (engine/own_saving.py), its parameters' classes and hooks on its modules
   (sharding/), and the optimizer of a model that is split: it stays split, and no part of it may pass for the whole;
 - a model's class and modules, where it is cut into stages (stages/): it stays cut;
-- forward of a model or of its blocks (engine/switches.py), for autocast and recomputing: it computes as it was trained;
-- parameters that are bf16, under a host (engine/masters.py): they are float32, and bf16 while a forward runs. It looks
-  at the interpreter's frames for a forward that Ctrl-C has ended, of which torch tells no hook;
+- forward of a model or of its blocks (engine/precision.py), for autocast and recomputing: it computes as it was
+  trained;
+- parameters that are bf16, under a host (engine/precision.py): they are float32, and bf16 while a forward runs. It
+  looks at the interpreter's frames for a forward that Ctrl-C has ended, of which torch tells no hook;
 - Accelerate's PartialState.__init__ (integrations/hf.py): TrainingArguments would make a process group of their own.
   For anybody else it does what it did.
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import potluck
 from potluck.agree.loss_scale import most_falls
-from potluck.engine.switches import StepConfig
+from potluck.engine.precision import StepConfig
 from potluck.events import Validated, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import found

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import potluck
 from potluck import Direct, ShardGradOp, Stages, Sync
+from potluck.engine.precision import StepConfig, switch_on
 from potluck.engine.replica import find_blocks
 from potluck.engine.sharded import shard_over
-from potluck.engine.switches import StepConfig, switch_on
 from potluck.errors import ConfigError
 from potluck.link.link import connect
 from potluck.sharding import splitting

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from potluck.engine.switches import StepConfig, switch_on
+from potluck.engine.precision import StepConfig, switch_on
 from potluck.errors import ConfigError
 from potluck.sharding.blocks import find_blocks
 from potluck.stages.chain import find_chain

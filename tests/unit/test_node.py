@@ -17,8 +17,8 @@ from potluck.agree.policy import Cadence
 from potluck.composition import Wanted
 from potluck.engine.node_client import NodeClient
 from potluck.engine.node_parts import NodeParts
+from potluck.engine.precision import StepConfig
 from potluck.engine.start import hosted_engine
-from potluck.engine.switches import StepConfig
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.client import AverageReady, Client

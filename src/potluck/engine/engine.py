@@ -46,8 +46,8 @@ from potluck.engine.fingerprint import training_settings
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.handle import Handle
 from potluck.engine.local_steps import train
-from potluck.engine.masters import keep_masters
 from potluck.engine.own_saving import shadow_saving
+from potluck.engine.precision import StepConfig, keep_masters
 from potluck.engine.prepare import (
     Given,
     check_dense,
@@ -60,7 +60,6 @@ from potluck.engine.replica import Replica
 from potluck.engine.round import Round
 from potluck.engine.run_state import RunState
 from potluck.engine.scheduled import Scheduled
-from potluck.engine.switches import StepConfig
 from potluck.engine.table import Table
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, EventFile, StepDone, StepSkipped

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from potluck.batch_shapes import rows_of
-from potluck.engine.switches import in_float32
+from potluck.engine.precision import in_float32
 from potluck.errors import ConfigError
 from potluck.events import LOSS
 

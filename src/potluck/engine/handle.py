@@ -9,8 +9,8 @@ from typing import Any
 from potluck.agree.records import Position
 from potluck.composition import Wanted
 from potluck.engine.loop import Loop
+from potluck.engine.precision import autocast
 from potluck.engine.run_state import RunState
-from potluck.engine.switches import autocast
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, EventLog, Heard, StepDone
 from potluck.save.state import UserState

@@ -29,9 +29,9 @@ from potluck.engine.fingerprint import fingerprint
 from potluck.engine.frozen_base import FrozenBase
 from potluck.engine.kept import Kept
 from potluck.engine.loop import Loop
+from potluck.engine.precision import StepConfig
 from potluck.engine.replica import MicroPass, Replica
 from potluck.engine.scheduled import Scheduled
-from potluck.engine.switches import StepConfig
 from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError, Diverged, Interrupted
 from potluck.events import EpochDone, EventLog, Noticed, StepDone, StepSkipped, WorkerStep

@@ -354,7 +354,7 @@ def is_set(bits: bytes, index: int) -> bool:
 
 def check_float32(trained: Sequence[Tensor | Spec]) -> None:
     """Check that trained parameters are float32. For bf16 there are masters, unless the model is split over ranks
-    (masters.py)."""
+    (precision.py)."""
     wrong = next((p.dtype for p in trained if p.dtype != torch.float32), None)
     if wrong is not None:
         what = f"{wrong}".removeprefix("torch.")

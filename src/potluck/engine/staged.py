@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from potluck.agree.step_report import norm_of_stages
 from potluck.data.loader import Loader
 from potluck.engine.evaluate import LookSums, LossFunction, check_grad, loss_and_samples
+from potluck.engine.precision import autocast, in_float32
 from potluck.engine.prepare import explain_single_rows
 from potluck.engine.replica import MicroPass, Replica
 from potluck.engine.sharded import ShardedReplica
-from potluck.engine.switches import autocast, in_float32
 from potluck.errors import ConfigError
 from potluck.link.grid import Grid
 from potluck.sharding.whole_steps import check_hooks

@@ -16,7 +16,7 @@ from potluck.config import checked
 from potluck.devices import choose_device
 from potluck.engine.engine import Engine
 from potluck.engine.engine_parts import over_group, under_host
-from potluck.engine.switches import StepConfig
+from potluck.engine.precision import StepConfig
 from potluck.environment import PATIENCE_S, RETURNING, check_patience
 from potluck.files import write_whole
 from potluck.fleet.client import Client
