@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import potluck
 from potluck import Async, Cadence, DataStore, HybridShard, NoShard, Pipeline, Stages, Sync
 from potluck.coded_numbers import CODINGS
+from potluck.engine.feedback import RESIDUAL
 from potluck.engine.means import CodedLinkMean
 from potluck.engine.moments import Moments
 from potluck.engine.replica import Replica, StepConfig
-from potluck.engine.residuals import RESIDUAL
 from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
 from potluck.link.link import GroupLink

@@ -179,7 +179,7 @@ def test_nothing_is_left_of_a_change_that_was_lost(how: str) -> None:
         worker.delta.forget()
     else:
         worker.delta.start_anew()
-    residuals = worker.mean._residuals
+    residuals = worker.mean._feedback
     assert residuals is not None
     assert any(left.any() for left in residuals._left.values()) == (how == "not sent")
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from potluck.coded_numbers import Coding
 from potluck.engine.buckets import Allocate
 from potluck.engine.buffers import SavedBuffers
+from potluck.engine.feedback import ErrorFeedback, OuterState
 from potluck.engine.flats import FlatBuffer, pack
 from potluck.engine.host_moments import HostMoments
-from potluck.engine.outer_state import OuterState
 from potluck.engine.replica import Replica
-from potluck.engine.residuals import Residuals
 from potluck.engine.slices import check_float32, plan_parts
 from potluck.errors import ConfigError
 from potluck.fleet.description import Part
@@ -127,7 +126,7 @@ class CodedLinkMean(LinkMean):
 
     def __init__(self, link: Link, coding: Coding) -> None:
         super().__init__(link)
-        self._residuals = Residuals(coding)
+        self._feedback = ErrorFeedback(coding)
         self._sums: list[Tensor] = []
         self._changed: tuple[list[Tensor], list[Tensor], float] = [], [], 0.0
         """The buffers of this replica, where they began, and its weight."""
@@ -144,9 +143,9 @@ class CodedLinkMean(LinkMean):
     def start(self, index: int, numbers: Tensor) -> None:
         self._join()
         with self.beside():
-            self._residuals.code(index, numbers)
+            self._feedback.code(index, numbers)
             self._sums.append(numbers.clone())
-            self._pending.append(self._link.start_coded_sum(self._sums[-1], self._residuals.coding))
+            self._pending.append(self._link.start_coded_sum(self._sums[-1], self._feedback.coding))
 
     def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
         self._changed = buffers.copy(), before, weight
@@ -163,11 +162,11 @@ class CodedLinkMean(LinkMean):
             buffers.average(self._link, weight, before)
 
     def settle(self) -> None:
-        self._residuals.share(self._link)
+        self._feedback.share(self._link)
 
     def start_anew(self, outer: OuterState, flats: list[FlatBuffer]) -> None:
-        self._residuals.clear()
-        self._residuals.keep_in(outer, flats)
+        self._feedback.clear()
+        self._feedback.keep_in(outer, flats)
 
 
 class HostMean(Mean):
@@ -188,14 +187,14 @@ class HostMean(Mean):
     ) -> None:
         """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers.
 
-        `coding`: how changes travel. A state that a worker sends is everybody's, and so has no residuals in it.
+        `coding`: how changes travel. A state that a worker sends is everybody's, and so has no error feedback in it.
         `has_moments`: what the optimizer keeps travels too, and nothing that coding left out of it is kept.
         """
         self._has_moments = has_moments
         self.moments: HostMoments | None = None
         self._send = send
         self._clear = clear
-        self._residuals = Residuals(coding) if coding is not None else None
+        self._feedback = ErrorFeedback(coding) if coding is not None else None
         self._allocate = allocate or _zeros
         self.described: tuple[Part, ...] = ()
         self._told: tuple[Sequence[Tensor], bytes] = (), b""
@@ -224,8 +223,8 @@ class HostMean(Mean):
         return nullcontext()
 
     def start(self, index: int, numbers: Tensor) -> None:
-        if self._residuals is not None and index < self._moments_at:
-            self._residuals.code(index, numbers)
+        if self._feedback is not None and index < self._moments_at:
+            self._feedback.code(index, numbers)
         self._send(index, numbers)
 
     def start_buffers(self, buffers: SavedBuffers, before: list[Tensor], weight: float) -> None:
@@ -258,8 +257,8 @@ class HostMean(Mean):
         self.forget()
 
     def forget(self) -> None:
-        if self._residuals is not None:
-            self._residuals.clear()
+        if self._feedback is not None:
+            self._feedback.clear()
 
 
 def _zeros(total: int, like: Tensor) -> Tensor:
