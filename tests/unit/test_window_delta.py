@@ -179,9 +179,9 @@ def test_nothing_is_left_of_a_change_that_was_lost(how: str) -> None:
         worker.delta.forget()
     else:
         worker.delta.start_anew()
-    residuals = worker.mean._feedback
-    assert residuals is not None
-    assert any(left.any() for left in residuals._left.values()) == (how == "not sent")
+    feedback = worker.mean._feedback
+    assert feedback is not None
+    assert any(left.any() for left in feedback._left.values()) == (how == "not sent")
 
 
 @pytest.mark.parametrize("special", [[], [-torch.inf], [torch.inf, torch.nan], [3e38, -3e38]])

@@ -13,7 +13,7 @@ from potluck.link.link import Link
 from potluck.save.checkpoint_folder import AVERAGE
 
 if TYPE_CHECKING:
-    from potluck.engine.flats import FlatBuffer
+    from potluck.engine.means import FlatBuffer
 
 PREFIX = "outer_"
 

@@ -31,10 +31,9 @@ from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LookSums, LossFunction, add_up, looking, means_of
-from potluck.engine.means import HostMean
+from potluck.engine.means import HostMean, NodeMean
 from potluck.engine.moments import are_averaged
 from potluck.engine.node_client import NodeClient
-from potluck.engine.node_mean import NodeMean
 from potluck.engine.part_sender import PartSender
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica

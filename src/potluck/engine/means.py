@@ -1,6 +1,6 @@
 """Mean: how the mean of all replicas is formed. LinkMean adds up parameters over a link, CodedLinkMean what was changed
-in them, in fewer bits; HostMean has a host average what each worker changed. What travels passes through start(), and
-nowhere else. Knows nothing of windows.
+in them, in fewer bits; HostMean has a host average what each worker changed, and NodeMean what several ranks hold
+between them. What travels passes through start(), and nowhere else. Knows nothing of windows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from potluck.coded_numbers import Coding
-from potluck.engine.buckets import Allocate
+from potluck.engine.buckets import Allocate, split_like
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.feedback import ErrorFeedback, OuterState
-from potluck.engine.flats import FlatBuffer, pack
-from potluck.engine.host_moments import HostMoments
+from potluck.engine.moments import HostMoments
 from potluck.engine.replica import Replica
 from potluck.engine.slices import check_float32, plan_parts
 from potluck.errors import ConfigError
@@ -25,7 +24,52 @@ from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import FlatRun
 
 if TYPE_CHECKING:
+    from potluck.engine.node_client import NodeClient
     from potluck.engine.node_parts import NodeParts
+
+FLAT_BYTES = 32 << 20
+"""The size of one buffer: while one of them travels, the next is filled."""
+
+
+class FlatBuffer:
+    """Holds some runs end to end between two agreements. Each buffer is [sum of the runs' sizes]."""
+
+    def __init__(self, runs: Sequence[FlatRun], allocate: Callable[[int, Tensor], Tensor]) -> None:
+        self.runs = runs
+        self.tensors = [run.parameter.data for run in runs]
+        self.sum = allocate(sum(tensor.numel() for tensor in self.tensors), self.tensors[0])
+        """What leaves, weighted; over a link, the sum of all replicas' takes its place. Where changes travel, what all
+        agreed on last lies here while the parameters are elsewhere."""
+
+    def copy_to(self, flat: Tensor) -> Tensor:
+        torch._foreach_copy_(split_like(flat, self.tensors), self.tensors)
+        return flat
+
+    def copy_from(self, flat: Tensor) -> None:
+        torch._foreach_copy_(self.tensors, split_like(flat, self.tensors))
+
+    def joined(self) -> Tensor:
+        """The parameters as they are now; a copy."""
+        return torch.cat([tensor.reshape(-1) for tensor in self.tensors])
+
+
+def pack(runs: Sequence[FlatRun]) -> list[FlatBuffer]:
+    """Runs of one type after the other, in buffers of some size."""
+    flats: list[FlatBuffer] = []
+    for dtype in dict.fromkeys(run.parameter.dtype for run in runs):
+        group: list[FlatRun] = []
+        for run in (run for run in runs if run.parameter.dtype == dtype):
+            if group and sum(other.parameter.nbytes for other in group) + run.parameter.nbytes > FLAT_BYTES:
+                flats.append(FlatBuffer(group, _allocate))
+                group = []
+            group.append(run)
+        flats.append(FlatBuffer(group, _allocate))
+    return flats
+
+
+def _allocate(total: int, like: Tensor) -> Tensor:
+    half = like.dtype in (torch.float16, torch.bfloat16)  # their mean would lose digits
+    return torch.empty(total, dtype=torch.float32 if half else like.dtype, device=like.device)
 
 
 class Mean(Protocol):
@@ -259,6 +303,43 @@ class HostMean(Mean):
     def forget(self) -> None:
         if self._feedback is not None:
             self._feedback.clear()
+
+
+class NodeMean(HostMean):
+    """A host forms it of a replica that several ranks of one machine hold between them.
+
+    Each rank has what it holds, and the first sends the parts.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[int, Tensor], None],
+        clear: Callable[[], None],
+        client: "NodeClient",
+        *,
+        coding: Coding | None = None,
+        has_moments: bool = False,
+        norms_on: torch.device | None = None,
+    ) -> None:
+        """`coding`: how changes travel; what that leaves out is kept by the first rank. `norms_on`: where gradients
+        travel in the same parts, whose norms come with them."""
+        super().__init__(send, clear, coding=coding, has_moments=has_moments)
+        self._client = client
+        self._norms_on = norms_on
+
+    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
+        flats = super().lay_out(replica, buffers)
+        each = len(self.moments.blocks) if self.moments is not None else 0
+        held = [flat.runs for flat in flats] + [flat.runs for flat in flats for _ in range(each)]
+        described, wholes = self.described[: len(held)], self.described[len(held) :]
+        self.collected = self._client.collect_parts(described, held, wholes, self._norms_on)
+        return flats
+
+    def start(self, index: int, numbers: Tensor) -> None:
+        assert self.collected is not None
+        whole = self.collected.collect(index, numbers)
+        if whole is not None:
+            super().start(index, whole)
 
 
 def _zeros(total: int, like: Tensor) -> Tensor:

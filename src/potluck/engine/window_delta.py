@@ -14,8 +14,7 @@ from torch import Tensor
 
 from potluck.engine.buckets import split_like
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.flats import FlatBuffer
-from potluck.engine.means import Mean
+from potluck.engine.means import FlatBuffer, Mean
 from potluck.engine.replica import Replica
 from potluck.link.link import Alone, Link
 from potluck.sharding.runs import FlatRun, total_norm
