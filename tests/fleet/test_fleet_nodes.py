@@ -160,7 +160,7 @@ def test_no_rank_ever_holds_the_whole_models_change_nor_its_state(policy: ApplyP
 
 def between_two_parts(place: Path) -> None:
     """The report and one part are sent."""
-    from potluck.engine.node_parts import NodeParts
+    from potluck.engine.node_sums import NodeParts
 
     collect, parts = NodeParts.collect, []
 
@@ -174,7 +174,7 @@ def between_two_parts(place: Path) -> None:
 
 
 def while_means_are_handed_out(place: Path) -> None:
-    from potluck.engine.node_parts import NodeParts
+    from potluck.engine.node_sums import NodeParts
 
     hand_out, parts = NodeParts.hand_out, []
 

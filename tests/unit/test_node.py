@@ -16,7 +16,7 @@ from torch import nn
 from potluck.agree.policy import Cadence
 from potluck.composition import Wanted
 from potluck.engine.node_client import NodeClient
-from potluck.engine.node_parts import NodeParts
+from potluck.engine.node_sums import NodeParts
 from potluck.engine.precision import StepConfig
 from potluck.engine.start import hosted_engine
 from potluck.environment import RENDEZVOUS

@@ -34,6 +34,7 @@ from potluck.engine.evaluate import Figures, LookSums, LossFunction, add_up, loo
 from potluck.engine.means import HostMean, NodeMean
 from potluck.engine.moments import are_averaged
 from potluck.engine.node_client import NodeClient
+from potluck.engine.node_sums import SplitGradients
 from potluck.engine.part_sender import PartSender
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
@@ -41,7 +42,6 @@ from potluck.engine.run_state import RunState
 from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import Gradients, WholeGradients, describe_model, state_specs
-from potluck.engine.split_gradients import SplitGradients
 from potluck.engine.state_transfer import StateTransfer
 from potluck.engine.table import Outcome, RoundPlan, RoundWork, Waits, Works, drive
 from potluck.engine.window_delta import WindowDelta

@@ -25,7 +25,7 @@ from potluck.sharding.runs import FlatRun
 
 if TYPE_CHECKING:
     from potluck.engine.node_client import NodeClient
-    from potluck.engine.node_parts import NodeParts
+    from potluck.engine.node_sums import NodeParts
 
 FLAT_BYTES = 32 << 20
 """The size of one buffer: while one of them travels, the next is filled."""

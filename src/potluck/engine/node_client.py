@@ -16,7 +16,7 @@ from enum import IntEnum, auto
 import torch
 
 from potluck.coded_numbers import Floats, Octets
-from potluck.engine.node_parts import NodeParts, ranges_in_part
+from potluck.engine.node_sums import NodeParts, ranges_in_part
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.client import AverageReady, Client, Means
 from potluck.fleet.description import Description, Part
