@@ -6,10 +6,10 @@ Undone by fleet.close(), where this worker has all of the model:
 - its groups and its state, with offload_optimizer (the same file): it steps copies in host memory;
 - hooks on gradients (engine/buckets.py, engine/slices.py): sums start while the backward still runs;
 - a scheduler's class (engine/scheduled.py): the run steps it. An attribute of its own would be saved with it;
-- a model's save_pretrained (engine/own_saving.py): it saves what all workers hold.
+- a model's save_pretrained (engine/checkpointing.py): it saves what all workers hold.
 
 Not undone:
-- a model's state_dict and load_state_dict (engine/own_saving.py), its parameters' classes and hooks on its modules
+- a model's state_dict and load_state_dict (engine/checkpointing.py), its parameters' classes and hooks on its modules
   (sharding/), and the optimizer of a model that is split: it stays split, and no part of it may pass for the whole;
 - a model's class and modules, where it is cut into stages (stages/): it stays cut;
 - forward of a model or of its blocks (engine/precision.py), for autocast and recomputing: it computes as it was

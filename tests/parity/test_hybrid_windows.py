@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import potluck
 from potluck import Async, Cadence, NoShard, StepConfig, Sync
 from potluck.composition import Wanted, compose
-from potluck.engine.saved_position import take_position
+from potluck.engine.checkpointing import take_position
 from potluck.errors import ConfigError
 from potluck.events import StepSkipped
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp

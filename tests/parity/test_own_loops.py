@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 import potluck
-from potluck.engine.saved_position import position_as_json, restore_position
+from potluck.engine.checkpointing import position_as_json, restore_position
 from potluck.errors import CheckpointError, ConfigError, Interrupted
 from potluck.events import EpochDone
 from potluck.save import checkpoint_folder

@@ -38,6 +38,7 @@ from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig
 from potluck.data.source import AskedData, DataSource, held_out, source_of
 from potluck.engine import own_values
+from potluck.engine.checkpointing import shadow_saving
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import make_replica, over_group
 from potluck.engine.eval_weights import LookingWeights, WeightAverage
@@ -46,7 +47,6 @@ from potluck.engine.fingerprint import training_settings
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.handle import Handle
 from potluck.engine.local_steps import train
-from potluck.engine.own_saving import shadow_saving
 from potluck.engine.precision import StepConfig, keep_masters
 from potluck.engine.prepare import (
     Given,

@@ -25,6 +25,7 @@ from potluck.data.plan import BatchConfig, BatchShare, MicroBatch
 from potluck.data.source import DataSource, HeldOut
 from potluck.devices import synchronize
 from potluck.engine.alone import StepAlone, WindowSide
+from potluck.engine.checkpointing import check_position, restore_position, take_position
 from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LossFunction, add_up, looking, means_of
 from potluck.engine.group_plans import GroupPlans, SyncPlans, WindowPlans
@@ -33,7 +34,6 @@ from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
-from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.engine.table import Outcome, RoundPlan, RoundWork, Waits, Works
 from potluck.engine.together import StepTogether
 from potluck.engine.window_delta import WindowDelta

@@ -29,6 +29,7 @@ from potluck.data.rows import arrived, read_batch
 from potluck.data.source import DataSource, HeldOut
 from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.buffers import SavedBuffers
+from potluck.engine.checkpointing import check_position, restore_position, take_position
 from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LookSums, LossFunction, add_up, looking, means_of
 from potluck.engine.means import HostMean, NodeMean
@@ -39,7 +40,6 @@ from potluck.engine.part_sender import PartSender
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
-from potluck.engine.saved_position import check_position, restore_position, take_position
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import Gradients, WholeGradients, describe_model, state_specs
 from potluck.engine.state_transfer import StateTransfer

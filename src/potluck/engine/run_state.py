@@ -25,10 +25,10 @@ from potluck.data.fetching import FetchOptions
 from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
 from potluck.data.rows import mix, seed_everything
+from potluck.engine.checkpointing import Kept
 from potluck.engine.fingerprint import fingerprint
 from potluck.engine.frozen_base import FrozenBase
-from potluck.engine.kept import Kept
-from potluck.engine.loop import Loop
+from potluck.engine.handle import Loop
 from potluck.engine.precision import StepConfig
 from potluck.engine.replica import MicroPass, Replica
 from potluck.engine.scheduled import Scheduled
