@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from potluck.agree.policy import Cadence
-from potluck.engine.kinds import kind_of
+from potluck.devices import kind_of
 from potluck.engine.weight_hash import digest
 from potluck.events import EpochDone, Stalled, WorkerCame
 from potluck.fleet.description import Description, settings_of

@@ -45,7 +45,7 @@ from potluck import (
     StepConfig,
     Sync,
 )
-from potluck.engine.kinds import kind_of
+from potluck.devices import kind_of
 from potluck.errors import Interrupted
 from potluck.events import StepDone
 from potluck.save import checkpoint_folder

@@ -13,7 +13,7 @@ from potluck.agree.policy import Policy, policy_of
 from potluck.coded_numbers import AskedWire
 from potluck.composition import Wanted, compose, ranks_per_worker, settled
 from potluck.config import checked
-from potluck.devices import choose_device
+from potluck.devices import choose_device, kind_of
 from potluck.engine.engine import Engine
 from potluck.engine.engine_parts import over_group, under_host
 from potluck.engine.precision import StepConfig
@@ -146,7 +146,6 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
 
 
 def connect(invite: Invite, device: torch.device, ranks: int) -> Client:
-    from potluck.engine.kinds import kind_of
     from potluck.words import say
 
     client = Client(invite, name=name_of_worker(), kind=kind_of(device, ranks), say=say)
