@@ -26,14 +26,18 @@ TOLERANCES = {
     "float32": Tolerance(1e-5, 0.02, 1e-4, 1e-3),
     "bf16": Tolerance(2e-3, 0.3, 0.03, 0.3),
 }
+LARGEST = {"float64": torch.finfo(torch.float64).max, "float32": torch.finfo(torch.float32).max}
+"""Beyond it a run has infinity where the judge, in float64, still has a number."""
 
 
 def is_chaotic(case: Case, expected: Expected, shaken: Expected) -> bool:
-    """Whether the judge, begun from weights that are off by no more than rounding is, ends elsewhere itself."""
+    """Whether the judge, begun from weights that are off by no more than rounding is, ends elsewhere itself; or comes
+    to numbers that the run's type has no room for."""
     limit = _tolerance(case)
     got, want = shaken.evaluated, expected.evaluated
     return bool(
-        _compare_tensors(expected.tensors, shaken.tensors, expected.start, limit)
+        any(_overflows(case, step) for steps in expected.steps for step in steps)
+        or _compare_tensors(expected.tensors, shaken.tensors, expected.start, limit)
         or (got is not None and want is not None and got != want and not abs(got - want) <= limit.loss * abs(want))
         or any(
             _compare_steps(steps, others, limit, is_sync=leg.policy.startswith("Sync"))
@@ -51,7 +55,9 @@ def compare_calm_steps(case: Case, expected: Expected, shaken: Expected, told: l
         is_sync = leg.policy.startswith("Sync")
         calm = 0
         pairs = list(zip(expected.steps[number], shaken.steps[number], strict=False))
-        while calm < len(pairs) and not _compare_steps([pairs[calm][0]], [pairs[calm][1]], strict, is_sync=is_sync):
+        while calm < len(pairs) and not _overflows(case, pairs[calm][0]):
+            if _compare_steps([pairs[calm][0]], [pairs[calm][1]], strict, is_sync=is_sync):
+                break
             calm += 1
         events = [event for event in told[number][0]["events"] if is_sync or event[2]][:calm]
         if not case.host and (wrong := _compare_steps(expected.steps[number][:calm], events, limit, is_sync=is_sync)):
@@ -59,6 +65,12 @@ def compare_calm_steps(case: Case, expected: Expected, shaken: Expected, told: l
         if calm < len(pairs):
             break
     return []
+
+
+def _overflows(case: Case, step: list[float]) -> bool:
+    """A loss is summed over samples."""
+    loss, norm, samples = step
+    return max(abs(loss) * samples, abs(norm)) > LARGEST["float64" if precision_of(case) == "float64" else "float32"]
 
 
 def may_lack(case: Case, expected: Expected) -> set[str]:

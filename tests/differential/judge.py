@@ -20,7 +20,7 @@ from tests.differential.cases import Case, Leg
 from tests.differential.data import plain_batches
 from tests.differential.habits import Loop, other_model
 from tests.differential.models import BY_BATCH, build, loss_of, make_data
-from tests.differential.optimizers import make_optimizer, make_scheduler, make_two
+from tests.differential.optimizers import STEPPED_WHOLE, make_optimizer, make_scheduler, make_two
 
 Micros = list[list[int]]
 """The rows of each micro-batch that one worker did in one step."""
@@ -372,6 +372,7 @@ def _judge_windows(
     names: dict[str, Callable[..., SimpleNamespace]] = dict.fromkeys(("Cadence", "Async"), _settings)
     names["Auto"] = lambda **options: _settings(moments=True, **options)
     policy = eval(leg.policy, names)  # type: ignore[arg-type]
+    policy.moments = policy.moments and _have_mean(first.optimizer, leg)
     group = Group([first.twin() for _ in replicas], policy)
     switches, found = _switches(leg), []
     for number in range(len(replicas[0][0])):
@@ -389,6 +390,13 @@ def _judge_windows(
         samples = sum(counts)
         found.append([sum(losses) / samples if samples else math.nan, math.nan, samples])
     return group.replicas[0], found
+
+
+def _have_mean(optimizer: torch.optim.Optimizer, leg: Leg) -> bool:
+    """Adafactor's rows and columns have none. Where a replica is split, one of its ranks has all of what is kept of a
+    parameter that is stepped whole, which the run tells to be each replica's own."""
+    is_split = leg.strategy.startswith("HybridShard") and "intra_node_size=1)" not in leg.strategy
+    return not isinstance(optimizer, (torch.optim.Adafactor, *(STEPPED_WHOLE if is_split else ())))
 
 
 def _settings(**options: Any) -> SimpleNamespace:
@@ -419,7 +427,7 @@ class Group:
         for replica in self.replicas:
             for parameter, value in zip(trained(replica), mean, strict=True):
                 parameter.copy_(value)
-        if self.policy.moments and not isinstance(self.replicas[0].optimizer, torch.optim.Adafactor):
+        if self.policy.moments:
             for same in zip(*(replica.model.parameters() for replica in self.replicas), strict=True):
                 self._average_moments(same)
 

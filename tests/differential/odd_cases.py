@@ -13,7 +13,7 @@ from tests.differential.models import ADAPTED, BY_BATCH, COUNTED, HAS_PEFT, LOSS
 from tests.differential.nets import TRAITS
 from tests.differential.odd_blocks import ANY, IMAGES
 from tests.differential.odd_nets import HEADS, PATHS, WHOLES, WORDS
-from tests.differential.optimizers import ODD_OPTIMIZERS, ODD_SCHEDULERS, STEADY
+from tests.differential.optimizers import ODD_OPTIMIZERS, ODD_SCHEDULERS, SHARP, STEADY
 
 PLACES = ("before-forward", "before-step", "after-step", "hook")
 MOST_S = 0.2
@@ -232,6 +232,10 @@ def _as_torch_can(case: Case) -> Case:
         case = replace(case, model=f"{blocks}/{kept}")
     if {"complex", "types"} & set(words) or "penalty" in case.habits:
         case = replace(case, optimizer=STEADY[1] if case.scale == 1.0 else case.optimizer)
+    # A row without tokens attends to itself alone, whatever its query and key: their gradient is 0, or a last digit of
+    # it, which differs from machine to machine and which these optimizers make a step of.
+    if {"encoder", "mha"} & set(words) and case.model.startswith("vectors") and case.optimizer.startswith(SHARP):
+        case = replace(case, optimizer=STEADY[1])
     if "sparse" in words:
         case = replace(case, optimizer="SGD(lr=0.1)")
     is_compiled = any("compile" in leg.switches for leg in case.legs)

@@ -59,6 +59,8 @@ ODD_SCHEDULERS = (
 )
 STEADY = ("SGD(lr=0.1)", "SGD(lr=0.05, momentum=0.9, weight_decay=0.01)", "Adam(lr=0.01, eps=0.01)")
 """Of which the last digit of a gradient stays the last digit of a weight: for float32."""
+SHARP = ("Adafactor", "Adagrad", "Rprop")
+"""Of which the last digit of a gradient that should be 0 is a step."""
 
 
 class Signs(Optimizer):
@@ -136,7 +138,9 @@ def _soft_sign(numbers: Tensor) -> Tensor:
     return torch.tanh(100 * numbers)
 
 
-OWN: dict[str, Any] = {kind.__name__: kind for kind in (Signs, Centred, Layered, Lookahead, Halved)}
+STEPPED_WHOLE = (Signs, Centred, Layered, Lookahead)
+"""Of which nobody can know whether they step each number by itself."""
+OWN: dict[str, Any] = {kind.__name__: kind for kind in (*STEPPED_WHOLE, Halved)}
 
 
 def parameters_of(model: nn.Module, lr: float) -> list[Any]:

@@ -4,6 +4,7 @@ import ast
 import copy
 import datetime
 import itertools
+import math
 import os
 import random
 import time
@@ -30,7 +31,7 @@ from tests.differential import (
     refusals,
 )
 from tests.differential.cases import Case, Leg, draw_case, read_case
-from tests.differential.compare import compare, compare_calm_steps
+from tests.differential.compare import compare, compare_calm_steps, is_chaotic
 from tests.differential.drawn import drawn_tables
 from tests.differential.matrix import PAGE, RIGHT, UNTRIED, Cell, cells, drawn_part, mark, page, read_page
 from tests.differential.optimizers import OPTIMIZERS, STEADY
@@ -127,6 +128,8 @@ def test_a_case_has_words_that_go_together_and_none_that_is_empty() -> None:
         *rest, traits = case.model.split("/")
         assert all(rest) and all(rest[2].split(",")) and (not traits or all(traits.split(","))), case.model
         assert "types" not in traits.split(",") or case.dtype == "float64", case.line()
+        attends_to_itself = rest[0] == "vectors" and {"mha", "encoder"} & set(rest[2].split(","))
+        assert not attends_to_itself or not case.optimizer.startswith(optimizers.SHARP), case.line()
 
 
 def test_without_peft_no_adapter_is_drawn_and_all_else_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +247,19 @@ def test_the_judge_of_a_chaotic_run_judges_the_steps_before() -> None:
     shaken.steps[0][1] = [loss + 1, norm, samples]
     assert not compare_calm_steps(case, expected, shaken, [[told([expected.steps[0][0], [7.0, 7.0, 2.0]], windows)]])
     assert compare_calm_steps(case, expected, shaken, [[told([[7.0, 7.0, 2.0], expected.steps[0][1]], windows)]])
+
+
+def test_a_loss_that_the_runs_type_has_no_room_for_is_not_judged_and_the_steps_before_are() -> None:
+    case = Case(rows=4, batch=2, dtype="float32")
+    windows = [[[[0, 3]]], [[[1, 2]]]]
+    expected = judge.judge(case, [[told([], windows)]])
+    assert not is_chaotic(case, expected, expected)
+    first, (_, norm, samples) = expected.steps[0]
+    expected.steps[0][1], skipped = [4e50, norm, samples], [math.nan, math.nan, 0.0]
+    assert is_chaotic(case, expected, expected)
+    assert not is_chaotic(replace(case, dtype="float64"), expected, expected)
+    assert not compare_calm_steps(case, expected, expected, [[told([first, skipped], windows)]])
+    assert compare_calm_steps(case, expected, expected, [[told([skipped, skipped], windows)]])
 
 
 def test_a_page_is_read_as_it_was_printed() -> None:
@@ -394,6 +410,15 @@ FOUND = {
         model="tokens/8/complex,attention/structs",
         dtype="float32",
         legs=(Leg(world=2, strategy="FullShard(weights=(1.0, 2.0))", switches="precision='bf16'"),),
+    ),
+    "what one rank of several keeps of a parameter is not averaged between replicas": Case(
+        optimizer="Centred(lr=0.05, momentum=0.9)",
+        epochs=2,
+        legs=(
+            Leg(
+                world=4, strategy="HybridShard(intra_node_size=2)", policy="Async(anchor=1, max_anchor=2, moments=True)"
+            ),
+        ),
     ),
     "BatchNorm under bf16 and FullShard": Case(
         model="images/4/conv,conv/", dtype="float32", legs=(Leg(strategy="FullShard()", switches="precision='bf16'"),)

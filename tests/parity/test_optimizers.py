@@ -358,3 +358,12 @@ def test_what_has_no_mean_stays_each_replicas_own_and_is_told(kind: str) -> None
     found = run_ranks(2, train, kind, {"policy": policy})
     assert sum("has no mean, so policy.moments has no effect" in each for each in found[0]["heard"]) == 1
     assert all(tensor.isfinite().all() for tensor in found[0]["weights"].values())
+
+
+def test_what_lies_with_one_of_the_ranks_that_split_a_parameter_is_each_replicas_own_and_is_told() -> None:
+    policy = Cadence(anchor=1, max_anchor=2, together=0.0)
+    found = run_ranks(4, train, "centred", {"policy": policy, "strategy": HybridShard(intra_node_size=2)})
+    told = (
+        "What CentredSGD keeps of a parameter lies with one of the ranks that split it, so policy.moments has no effect"
+    )
+    assert sum(told in each for each in found[0]["heard"]) == 1

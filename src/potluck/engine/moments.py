@@ -72,11 +72,14 @@ def are_averaged(
 ) -> bool:
     """Whether they are, where that is wanted; a person hears if they cannot be. `steps_whole`: what is kept of some
     parameters lies with one rank of those that split them."""
-    if wanted and (steps_whole or not can_average(optimizer)):
-        name = type(optimizer).__name__
-        notice(f"What {name} keeps of a parameter has no mean, so policy.moments has no effect here.")
+    if not wanted:
         return False
-    return wanted
+    have_mean = can_average(optimizer)
+    if have_mean and not steps_whole:
+        return True
+    why = "lies with one of the ranks that split it" if have_mean else "has no mean"
+    notice(f"What {type(optimizer).__name__} keeps of a parameter {why}, so policy.moments has no effect here.")
+    return False
 
 
 class Moments:
