@@ -11,6 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -237,12 +238,12 @@ class Worker:
         self.process.kill()
 
     def kill(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        with suppress(ProcessLookupError):  # it may just have ended by itself
+            os.kill(self.process.pid, number)
 
     def wait(self, timeout_s: float = 60) -> None:
         self.process.join(timeout_s)

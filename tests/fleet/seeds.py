@@ -4,6 +4,8 @@ import contextlib
 import datetime
 import os
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -19,22 +21,39 @@ def seeds(count: int) -> list[int]:
     return list(range(first, first + count))
 
 
+STILL_S, LEAST_S = 10, 0.05
+"""A run that computes less than LEAST_S in STILL_S stands still: a busy machine gives it more than that."""
+
+
 @contextlib.contextmanager
 def hurried(seconds: int, *, waits: bool = False) -> Iterator[None]:
     """Raises TimeoutError in a run that takes longer: it has hung. `waits`: it waits for processes, so that the time on
-    the wall counts; else only what this process computes does, since a busy machine may give it little of that."""
-    timer, alarm = (signal.ITIMER_REAL, signal.SIGALRM) if waits else (signal.ITIMER_PROF, signal.SIGPROF)
+    the wall counts; else what this process computes does, since a busy machine may give it little of that, or that it
+    computes nothing at all."""
 
     def hang(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"it hangs: {seconds} s")
 
-    before = signal.signal(alarm, hang)
-    signal.setitimer(timer, seconds)
+    over, main = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        used = [time.process_time()]
+        while not over.wait(1.0):
+            used.append(time.process_time())
+            is_still = len(used) > STILL_S and used[-1] - used[-1 - STILL_S] < LEAST_S
+            if len(used) > seconds if waits else used[-1] - used[0] > seconds or is_still:
+                signal.pthread_kill(main, signal.SIGPROF)
+                return
+
+    before = signal.signal(signal.SIGPROF, hang)
+    watcher = threading.Thread(target=watch, name="hurried", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        signal.setitimer(timer, 0)
-        signal.signal(alarm, before)
+        over.set()
+        watcher.join()
+        signal.signal(signal.SIGPROF, before)
 
 
 def soak(numbers: list[int], live: Callable[[int], object], hang_s: int) -> list[int]:

@@ -48,6 +48,7 @@ def test_the_last_worker_that_leaves_waits_until_its_weights_are_written(tmp_pat
     assert worker.process.is_alive() and len(set(told(fleet, CheckpointFailed))) == 1
     (tmp_path / "checkpoints").unlink()
     worker.wait()
+    wait_until(lambda: any(isinstance(event, WorkerWent) for event in fleet.events))  # they come by a thread
     assert told(fleet, CheckpointSaved) == [told(fleet, CheckpointFailed)[0]]
     assert [event.polite for event in fleet.events if isinstance(event, WorkerWent)] == [True]
     fleet.close()

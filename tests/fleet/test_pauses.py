@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,13 @@ def pause_at_random(tmp_path: Path, draw: random.Random, *, epochs: int, seconds
             2: [coordinator.pid, draw.choice(workers).process.pid],
             3: [worker.process.pid for worker in workers],
         }[kind := draw.randrange(4)]
-        for pid in victims:
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(draw.choice([0.1, 0.5, longest_s]))
+        with suppress(ProcessLookupError):  # the run may just have ended
+            for pid in victims:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(draw.choice([0.1, 0.5, longest_s]))
         for pid in draw.sample(victims, len(victims)):
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
             time.sleep(draw.choice([0.0, 0.0, 0.3]))
         done.append(("worker", "host", "both", "workers")[kind])
     ended = finish(tmp_path, coordinator, workers, steps, epochs)
