@@ -272,6 +272,10 @@ class Loader:
         done = self.turns.now * len(self.step_at(self._next_row)) if self.turns.now else 0
         return rest * self.turns.count - done
 
+    def __bool__(self) -> bool:
+        """Always: to count what is left, for `if loader:`, would take as long as an epoch has steps."""
+        return True
+
     @property
     def is_even(self) -> bool:
         """Whether all of this worker's micro-batches have as many rows, as shares are now."""

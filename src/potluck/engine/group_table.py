@@ -8,7 +8,7 @@ import math
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +34,7 @@ from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
 from potluck.engine.run_state import RunState
-from potluck.engine.table import Outcome, RoundPlan, RoundWork, Waits, Works
+from potluck.engine.table import Outcome, RoundPlan, RoundWork, Took, Waits, Works
 from potluck.engine.together import StepTogether
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import ONLY
@@ -309,7 +309,7 @@ class GroupTable:
         if self._moments is not None:
             self._moments.take()
 
-    def applied(self, outcome: Outcome, decision: StepDecision) -> Waits[Outcome]:
+    def applied(self, outcome: Outcome, decision: StepDecision) -> Waits[Took]:
         yield from ()
         now, longest = time.perf_counter(), max(report.busy_s for report in self._reports)
         if outcome.is_together:
@@ -317,7 +317,7 @@ class GroupTable:
             # A replica that stepped by itself would step its optimizer, too.
             took_s = now - self._run.tally.started
             self._sync_s = max(0.0, took_s - longest - self._together.optimizer_s)
-            return replace(outcome, seconds=took_s)
+            return took_s, outcome.workers
         self._sync_s = now - self._agreed_at
         workers = tuple(
             WorkerStep(
@@ -329,7 +329,7 @@ class GroupTable:
             )
             for rank, report in enumerate(self._reports)
         )
-        return replace(outcome, workers=workers, seconds=now - self._started)
+        return now - self._started, workers
 
     def _choose_wire(self) -> None:
         """The slowest waits for the sums alone. Where ranks gather parameters, all of a step may be such waiting."""

@@ -43,7 +43,7 @@ from potluck.engine.run_state import RunState
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import Gradients, WholeGradients, describe_model, state_specs
 from potluck.engine.state_transfer import StateTransfer
-from potluck.engine.table import Outcome, RoundPlan, RoundWork, Waits, Works, drive
+from potluck.engine.table import Outcome, RoundPlan, RoundWork, Took, Waits, Works, drive
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import QUIET, TAKEN_BACK, why_leaving
 from potluck.errors import ConfigError, Interrupted, PotluckError
@@ -410,12 +410,12 @@ class HostTable:
         if outcome.samples:  # else there is no mean, and nobody has stepped
             self._mean.finish_moments()
 
-    def applied(self, outcome: Outcome, decision: StepDecision) -> Waits[Outcome]:
+    def applied(self, outcome: Outcome, decision: StepDecision) -> Waits[Took]:
         assert self._means is not None
         self.client.give_back(self._means)
         self._means = None
         yield from self.driver.tell_applied(decision.norm, decision.fault or "")
-        return replace(outcome, means=(), seconds=outcome.seconds + time.perf_counter() - self._heard_at)
+        return outcome.seconds + time.perf_counter() - self._heard_at, outcome.workers
 
     def end_round(self) -> Waits[None]:
         run = self.run

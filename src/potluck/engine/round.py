@@ -114,13 +114,14 @@ class Round:
         run, table = self._run, self._table
         work = self.works.of(is_together=outcome.is_together)  # one that was given nothing learns the kind here
         steps_before = run.steps_done
-        run.skipped_steps(outcome.skipped, outcome.skipped_rows)
+        if outcome.skipped:
+            run.skipped_steps(outcome.skipped, outcome.skipped_rows)
         run.agreed(outcome.rows, end=outcome.end)
         decision = work.apply(outcome)  # a step along the mean gradient, the mean change, or neither
-        outcome = yield from table.applied(outcome, decision)
+        seconds, workers = yield from table.applied(outcome, decision)
         event: StepDone | StepSkipped
         if decision.fault is None:
-            event = run.step_done(decision, run.lr, outcome.seconds, outcome.workers)
+            event = run.step_done(decision, run.lr, seconds, workers)
         else:
             event = run.skip(decision, step=run.step_number)
             run.skipped_steps(1, outcome.rows)
@@ -194,7 +195,8 @@ class Round:
     def is_under_way(self) -> bool:
         """Whether this worker is within a round, where the others may be elsewhere in it."""
         loader = self._run.loader
-        return self._plan is not None and self._table.parts_ways(self._plan, loader.current if loader else None)
+        micro = loader.current if loader is not None else None
+        return self._plan is not None and self._table.parts_ways(self._plan, micro)
 
     def _advance(self, wanted: type[Asked]) -> Asked | None:
         if self._error:

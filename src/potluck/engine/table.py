@@ -127,6 +127,10 @@ class Outcome:
     """Under a host: what buffers became that have no mean."""
 
 
+Took = tuple[float, tuple[WorkerStep, ...]]
+"""Seconds from the beginning of a round to its end, and how each worker spent them."""
+
+
 class RoundWork(Protocol):
     """How this worker computes its part of a round: Together (together.py, slice_steps.py), or Alone (alone.py)."""
 
@@ -231,8 +235,8 @@ class Table(Protocol):
         """This worker's part is done, or it had none. A plan: more of the same round, which a lost worker had. None:
         the run may stand elsewhere, or is over here."""
 
-    def applied(self, outcome: Outcome, decision: StepDecision) -> Waits[Outcome]:
-        """The weights have changed. Returns the outcome, with the times that are known now."""
+    def applied(self, outcome: Outcome, decision: StepDecision) -> Waits[Took]:
+        """The weights have changed. Returns how long the round took, and each worker in it."""
 
     def end_round(self) -> Waits[None]:
         """After the callbacks of a round."""

@@ -38,7 +38,9 @@ class StepTogether:
 
     def begin(self, plan: RoundPlan) -> None:
         self._plan = plan
-        self._micros = [micro for _, micros in plan.batches for micro in micros] if self._run.loader else [None]
+        self._micros = [micro for _, micros in plan.batches for micro in micros]
+        if self._run.loader is None:
+            self._micros = [None]  # the loop brings batches of its own
 
     def next(self) -> Give | None:
         return Give(self._micros.pop(0)) if self._micros else None
