@@ -1,8 +1,14 @@
 import os
+import signal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+for _number, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:  # as where a shell has started the tests in the background
+        signal.signal(_number, _default)
+
 
 os.environ.setdefault("POTLUCK_PAGE", "off")  # tests that look at the page say so
 
