@@ -168,9 +168,6 @@ class GroupTable:
     def has_fixed_shares(self) -> bool:
         return self._plans.has_fixed_shares
 
-    def join(self) -> None:
-        """All have met before there was a run."""
-
     def a_pass(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -220,9 +220,6 @@ class Table(Protocol):
 
     def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader: ...
 
-    def join(self) -> None:
-        """Once, before the first plan."""
-
     # A round
 
     def plan(self) -> Waits[RoundPlan | None]:
