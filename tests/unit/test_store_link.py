@@ -359,18 +359,18 @@ def test_tensors_that_differ_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_link_that_is_closed_just_as_it_tells_where_it_stands_ends(tmp_path: Path) -> None:
     """close() sets two events. The thread that tells clears one of them, and must still see the other."""
     link = link_at(url_of(tmp_path), 0, 1)
-    groups, first = link._groups, link._groups._changed
+    first = link._changed
 
     class ClosedMeanwhile(threading.Event):
         def is_set(self) -> bool:
-            groups._closing.set()
+            link._closing.set()
             self.set()
             return super().is_set()
 
-    groups._changed = ClosedMeanwhile()
+    link._changed = ClosedMeanwhile()
     first.set()
-    groups._teller.join(PATIENCE_S)
-    assert not groups._teller.is_alive()
+    link._teller.join(PATIENCE_S)
+    assert not link._teller.is_alive()
     link.close()
 
 

@@ -176,7 +176,7 @@ class Claim:
 
 
 ABOUT = "about"
-"""Below this lies what says whose the store is; it goes with the last of the run's workers (store_group.py)."""
+"""Below this lies what says whose the store is; it goes with the last of the run's workers (link/store_link.py)."""
 _RUN = f"{ABOUT}/run"
 _WORDS = ("id", "name", "begun")
 
