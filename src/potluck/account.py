@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from potluck.environment import runtime_folder
 from potluck.errors import ConfigError
-from potluck.files import make_own, write_whole
+from potluck.files import make_own_anew, write_whole
 from potluck.system import started_at
 
 log = logging.getLogger("potluck.account")
@@ -55,11 +55,8 @@ def begin(role: str, name: str = "") -> None:
     global _folder
     if _folder is not None or not hasattr(signal, "SIGQUIT") or signal.getsignal(signal.SIGQUIT) != signal.SIG_DFL:
         return
-    folder = processes_folder() / str(os.getpid())
     try:
-        make_own(folder.parent)
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that had this number before
-        folder.mkdir(mode=0o700)
+        folder = make_own_anew(processes_folder(), str(os.getpid()))
         stacks = (folder / STACKS).open("ab", buffering=0)
     except (OSError, ConfigError):  # in a container without a home, say: the stacks at least are shown
         faulthandler.register(signal.SIGQUIT)

@@ -1,12 +1,15 @@
 """Files and folders that appear whole or not at all: written aside, and renamed into their place. Imports no torch."""
 
 import itertools
+import json
 import os
+import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from potluck.errors import ConfigError
 from potluck.system import FOR_US_ALONE, sync
@@ -58,6 +61,46 @@ def make_own(folder: Path) -> None:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise ConfigError(f"{folder} belongs to somebody else. Point XDG_RUNTIME_DIR to a folder of yours.")
         folder.chmod(0o700)
+
+
+def make_own_anew(root: Path, name: str) -> Path:
+    """Make the folder of this process in one of its user's, without what a process of that name left there before."""
+    make_own(root)
+    folder = root / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def kept_by(root: Path, is_alive: Callable[[Path], bool]) -> list[Path]:
+    """List the folders in `root` whose processes live, and clear away what killed ones have left behind."""
+    folders = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else []:
+        if is_alive(folder):
+            folders.append(folder)
+            continue
+        with suppress(FileNotFoundError):  # its process has just ended, and cleared it away itself
+            if time.time() - folder.stat().st_mtime > 60:  # else it may be about to take its lock, or to say who it is
+                shutil.rmtree(folder, ignore_errors=True)
+    return folders
+
+
+def table_in(data: bytes | str) -> dict[str, Any]:
+    """Read a JSON object; empty where this is none: a kill may have cut it short, or it may be anybody's."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_table(path: Path, most_bytes: int) -> dict[str, Any]:
+    """Read a file that holds a JSON object; empty where there is none, or it is longer."""
+    try:
+        with path.open("rb") as file:
+            return table_in(file.read(most_bytes))
+    except OSError:
+        return {}
 
 
 def first_free(wanted: Path, is_taken: Callable[[Path], bool]) -> Path:

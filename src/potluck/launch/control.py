@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from potluck.environment import runtime_folder
 from potluck.errors import ConfigError
-from potluck.files import make_own, write_whole
+from potluck.files import kept_by, make_own_anew, read_table, write_whole
 from potluck.system import lock
 from potluck.waiting import wait_until
 from potluck.words import say
@@ -74,7 +74,7 @@ class Control:
             _write(self.folder / STATE, {"doing": doing, "sentence": sentence, "run": self.run, "pid": os.getpid()})
 
     def wish(self) -> Wish:
-        found = _read(self.folder / WISH) if self.folder is not None else {}
+        found = read_table(self.folder / WISH, MOST_BYTES) if self.folder is not None else {}
         until, for_s = found.get("until"), found.get("for_s")
         return Wish(
             found.get("pauses") is True,
@@ -88,9 +88,7 @@ def controlled(name: str, run: str) -> Iterator[Control]:
     """A folder that others of this user find while this process lives. `run`: where its host is, without a secret."""
     folder = control_folder() / name
     try:
-        make_own(folder.parent)
-        shutil.rmtree(folder, ignore_errors=True)  # of a process that had this number before
-        folder.mkdir(mode=0o700)
+        make_own_anew(folder.parent, name)
         file: IO[Any] = (folder / LOCK).open("w")
         lock(file, wait=True)  # a process that looks for joiners holds it for a moment
     except OSError as error:  # in a container, say, without a home; or on a file system without locks
@@ -116,7 +114,7 @@ class Found:
         return self.folder.name
 
     def state(self) -> State:
-        found = _read(self.folder / STATE)
+        found = read_table(self.folder / STATE, MOST_BYTES)
         words = [str(found.get(name, "")) for name in ("doing", "sentence", "run")]
         return State(*words)
 
@@ -141,17 +139,7 @@ class Found:
 
 def find_joiners(root: Path | None = None) -> list[Found]:
     """List this user's joiners on this machine; what killed ones have left behind is cleared away."""
-    root = root or control_folder()
-    joiners = []
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
-        joiner = Found(folder)
-        if joiner.is_alive:
-            joiners.append(joiner)
-            continue
-        with suppress(FileNotFoundError):  # it has just ended, and cleared it away itself
-            if time.time() - folder.stat().st_mtime > 60:  # else it may be about to take its lock
-                shutil.rmtree(folder, ignore_errors=True)
-    return joiners
+    return [Found(folder) for folder in kept_by(root or control_folder(), lambda folder: Found(folder).is_alive)]
 
 
 def pause(name: str | None, length: str | None) -> int:
@@ -228,12 +216,3 @@ def tell_length(seconds: float) -> str:
 
 def _write(path: Path, table: dict[str, Any]) -> None:
     write_whole(path, json.dumps(table), 0o600)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError):  # not written yet; or somebody else's, which must not end a worker
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -20,9 +20,9 @@ from rich.text import Text
 
 from potluck.config import parse_toml
 from potluck.errors import ConfigError, PotluckError
-from potluck.files import first_free
+from potluck.files import first_free, table_in
 from potluck.launch.demo_children import Child, Children
-from potluck.page.reader import EVENTS, record_in
+from potluck.page.reader import EVENTS
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from potluck.save.run_folder import holds_run, make_run_folder
@@ -133,7 +133,7 @@ class EventTail:
             return []
         self._at += len(new)
         *lines, self._rest = (self._rest + new).split(b"\n")
-        return [record for line in lines if (record := record_in(line)) is not None and "event" in record]
+        return [record for line in lines if "event" in (record := table_in(line))]
 
 
 class _Teller:

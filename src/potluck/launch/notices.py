@@ -5,7 +5,6 @@ follows from a notice. Imports no torch.
 """
 
 import http.client
-import json
 import os
 import threading
 import time
@@ -14,9 +13,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from potluck.errors import ConfigError
+from potluck.files import table_in
 from potluck.words import duration
 
 MOST_BYTES = 1 << 20
@@ -51,7 +51,7 @@ class Notice:
 
 def read_aws(answer: str) -> Notice | None:
     """spot/instance-action: {"action": "terminate", "time": "2026-01-01T08:22:00Z"}."""
-    found = _table(answer)
+    found = table_in(answer)
     if found.get("action") not in ("terminate", "stop", "hibernate"):
         return None
     return Notice("AWS spot", _iso(found.get("time")))
@@ -59,7 +59,7 @@ def read_aws(answer: str) -> Notice | None:
 
 def read_aws_risk(answer: str) -> bool:
     """events/recommendations/rebalance: {"noticeTime": ...}. A spot machine that is more likely to go than before."""
-    return _iso(_table(answer).get("noticeTime")) is not None
+    return _iso(table_in(answer).get("noticeTime")) is not None
 
 
 def read_gcp(answer: str, now: float) -> Notice | None:
@@ -69,7 +69,7 @@ def read_gcp(answer: str, now: float) -> Notice | None:
 
 def read_azure(answer: str, name: str) -> Notice | None:
     """scheduledevents: of all machines of a set; `name` is this one's. A Freeze is over in seconds, and no notice."""
-    events = _table(answer).get("Events")
+    events = table_in(answer).get("Events")
     for event in events if isinstance(events, list) else []:
         if not isinstance(event, dict) or event.get("EventType") not in ("Preempt", "Terminate", "Redeploy", "Reboot"):
             continue
@@ -101,14 +101,6 @@ def firmware() -> dict[str, str]:
         except OSError:  # not for every user to read, and not there on every system
             continue
     return texts
-
-
-def _table(answer: str) -> dict[str, Any]:
-    try:
-        found = json.loads(answer)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _iso(text: object) -> float | None:

@@ -4,9 +4,7 @@ Each process of this user has a folder (see account.py) that says which run it i
 seen to be that very process and to answer that signal, and writes its account there. Imports no torch.
 """
 
-import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -29,6 +27,7 @@ from potluck.account import (
 )
 from potluck.errors import ConfigError
 from potluck.events import read_events
+from potluck.files import kept_by, read_table
 from potluck.fleet.flight import FLIGHT
 from potluck.fleet.invite import Invite
 from potluck.page.reader import EVENTS
@@ -57,7 +56,7 @@ class FoundProcess:
 
     @property
     def pid(self) -> int:
-        return int(self.facts["pid"])
+        return int(self.facts.get("pid") or 0)
 
     @property
     def parent(self) -> int:
@@ -79,7 +78,7 @@ class FoundProcess:
 
     def has_answered(self) -> bool:
         """True too of one that could not be asked: there is nothing to wait for."""
-        found = _read(self.folder / ANSWER)
+        found = read_table(self.folder / ANSWER, MOST_BYTES)
         if self.account and found.get("asked") == self.account["asked"]:
             self.account = found
         return "stacks" in self.account or not self.account
@@ -99,27 +98,13 @@ class FoundProcess:
         return f"Stacks of {name_in(self.facts)}, as they were written last:\n{written}" if written else ""
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def find_processes() -> list[FoundProcess]:
     """Find the processes of this user on this machine, and clear away what killed ones have left behind."""
-    root, processes = processes_folder(), []
-    for folder in sorted(root.iterdir()) if root.is_dir() else []:
-        process = FoundProcess(folder, _read(folder / PROCESS))
-        if process.facts.get("pid") and process.is_here:
-            processes.append(process)
-            continue
-        with suppress(FileNotFoundError):
-            if time.time() - folder.stat().st_mtime > 60:  # else it may be about to say who it is
-                shutil.rmtree(folder, ignore_errors=True)
-    return processes
+    return [_process_of(folder) for folder in kept_by(processes_folder(), lambda folder: _process_of(folder).is_here)]
+
+
+def _process_of(folder: Path) -> FoundProcess:
+    return FoundProcess(folder, read_table(folder / PROCESS, MOST_BYTES))
 
 
 def of_run(found: list[FoundProcess], run: Path) -> list[FoundProcess]:

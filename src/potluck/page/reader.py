@@ -3,10 +3,10 @@
 Reads, and never writes or locks: whatever becomes of the page, the run does not notice.
 """
 
-import json
 from pathlib import Path
 from typing import IO, Any
 
+from potluck.files import table_in
 from potluck.page.fold import MOST_OF_NAME, MOST_WORKERS, Fold, cut
 from potluck.show.sentences import Record
 
@@ -92,8 +92,7 @@ class RunReader:
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()[: LONGEST_LINE + 1]  # of one that is too long, enough to know it by
         for line in lines:
-            record = record_in(line) if len(line) <= LONGEST_LINE else None
-            if record is not None:
+            if len(line) <= LONGEST_LINE and (record := table_in(line)):
                 self.fold.take(record)
         return len(data) == PIECE_BYTES
 
@@ -112,9 +111,7 @@ class RunReader:
 
 def now_record(data: bytes) -> Record | None:
     """Read now.json, if it is as it should be: it may come from another machine."""
-    record = record_in(data)
-    if record is None:
-        return None
+    record = table_in(data)
     workers = record.get("workers", [])
     if not isinstance(workers, list) or not _is_like(record, {"time": NUMBER}, OF_NOW):
         return None
@@ -132,12 +129,3 @@ def _is_like(found: Any, must: Kinds, may: Kinds | None = None) -> bool:
         and all(isinstance(found.get(name), kind) for name, kind in must.items())
         and all(isinstance(found[name], kind) for name, kind in (may or {}).items() if name in found)
     )
-
-
-def record_in(line: bytes) -> Record | None:
-    """None where it is none: a kill may have cut it short, or it comes from another machine."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None

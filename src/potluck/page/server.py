@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from potluck.files import table_in
 from potluck.fleet.invite import is_right_secret
 from potluck.page.access import HEADERS, Access
 from potluck.page.metrics import CONTENT_TYPE, exposition
@@ -208,11 +208,8 @@ async def _read_order(request: Request) -> Record | None:
         body += piece
         if len(body) > MOST_ORDER:
             return None
-    try:
-        order: Any = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(order, dict) or order.get("action") not in ACTIONS:
+    order = table_in(body)
+    if order.get("action") not in ACTIONS:
         return None
     worker = order.get("worker")
     if (order["action"] == "let_go") != isinstance(worker, int) or isinstance(worker, bool):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
-from potluck.files import write_whole
+from potluck.files import read_table, write_whole
 from potluck.fleet.invite import is_loopback, reachable
 from potluck.page.access import Access, new_token
 
@@ -20,6 +20,7 @@ ASKED = "POTLUCK_PAGE"
 OFF = "off"
 KEPT = "page.json"
 """File in the run folder, for its owner alone: where the page was, so that it is there again."""
+MOST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,8 @@ def keep_place(folder: Path, access: Access) -> None:
 
 
 def _kept(folder: Path) -> dict[str, Any]:
-    try:
-        kept = json.loads((folder / KEPT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    is_right = isinstance(kept, dict) and isinstance(kept.get("port"), int) and 0 < kept["port"] < 1 << 16
+    kept = read_table(folder / KEPT, MOST_BYTES)
+    is_right = isinstance(kept.get("port"), int) and 0 < kept["port"] < 1 << 16
     return kept if is_right and isinstance(kept.get("token"), str) else {}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from potluck.errors import ConfigError
-from potluck.files import write_whole
+from potluck.files import read_table, write_whole
 
 LIBRARIES = {
     "tensorboard": "tensorboard",
@@ -21,6 +21,7 @@ LIBRARIES = {
     "otel": "opentelemetry.sdk",
 }
 """The module that each tracker imports, by its name, which is also that of its extra."""
+MOST_BYTES = 4096
 PROJECT = "potluck"
 """Project in which runs are kept together, unless the tracker's own variable says otherwise."""
 
@@ -41,10 +42,8 @@ class TrackedRun:
 
     def kept_id(self) -> str | None:
         """Return the id by which the tracker knew this run before, if it did."""
-        try:
-            return str(json.loads(self._place.read_text(encoding="utf-8"))["id"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        own = read_table(self._place, MOST_BYTES).get("id")
+        return str(own) if own is not None else None
 
     def keep_id(self, own: str) -> str:
         self._place.parent.mkdir(exist_ok=True)
