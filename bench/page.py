@@ -25,7 +25,8 @@ from typing import Any
 from bench.report import Comparison, Result
 from bench.turns import say, take_turns
 from potluck.events import read_events
-from potluck.page.start import PageProcess, PageWanted, start_page
+from potluck.page.settings import PageSettings
+from potluck.page.start import PageProcess, start_page
 from potluck.page.where import PageAddress
 
 STATIC = Path(__file__).parents[1] / "src" / "potluck" / "page" / "static"
@@ -152,7 +153,7 @@ class _Crowd:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[PageProcess]:
-        page = start_page(PageAddress(), PageWanted(folder=self.folder))
+        page = start_page(PageAddress(), PageSettings(folder=self.folder))
         assert page is not None
         over = threading.Event()
 

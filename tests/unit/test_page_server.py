@@ -21,7 +21,7 @@ from potluck.errors import ConfigError
 from potluck.fleet.invite import Identity, client_context
 from potluck.page.access import Access, can_tell_owners, owner_of
 from potluck.page.settings import PageSettings
-from potluck.page.start import PageProcess, PageRequest, fingerprint_of, start_page
+from potluck.page.start import PageProcess, fingerprint_of, start_page
 from potluck.page.where import PageAddress, page_address
 from potluck.waiting import wait_until
 from tests.unit.test_page_fold import START, started, step
@@ -45,14 +45,14 @@ def orders() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def page(run: Path, orders: list[dict[str, Any]]) -> Iterator[PageProcess]:
-    request = PageRequest(folder=run, invite=run / "invite", identity=run / "identity", on_order=orders.append)
-    with paged(request) as process:
+    wanted = PageSettings(folder=run, invite=run / "invite", identity=run / "identity")
+    with paged(wanted, on_order=orders.append) as process:
         yield process
 
 
 @contextmanager
-def paged(request: PageRequest, address: PageAddress = HERE) -> Iterator[PageProcess]:
-    process = start_page(address, request)
+def paged(wanted: PageSettings, address: PageAddress = HERE, **more: Any) -> Iterator[PageProcess]:
+    process = start_page(address, wanted, **more)
     assert process is not None
     try:
         yield process
@@ -220,7 +220,7 @@ def test_an_order_needs_the_pages_own_token_and_origin(page: PageProcess, orders
 
 def test_a_page_that_only_shows_takes_no_orders_and_is_there_again_at_its_port(tmp_path: Path) -> None:
     append(tmp_path, started())
-    with paged(PageRequest(folder=tmp_path)) as page:
+    with paged(PageSettings(folder=tmp_path)) as page:
         port = page.place.access.port
         with stream(port) as told:
             assert next(told)["can"] == {"order": None, "invite": False, "led": False}
@@ -228,7 +228,7 @@ def test_a_page_that_only_shows_takes_no_orders_and_is_there_again_at_its_port(t
         assert wait_until((tmp_path / "page.json").exists, 10.0)
         assert (tmp_path / "page.json").stat().st_mode & 0o777 == 0o600
     assert page.process.returncode == 0
-    with paged(PageRequest(folder=tmp_path)) as again:
+    with paged(PageSettings(folder=tmp_path)) as again:
         assert again.place.access.port == port
 
 
@@ -280,8 +280,8 @@ def test_a_page_for_others_is_encrypted_with_the_runs_certificate_and_keeps_its_
             port=port,
             token="right",
             descriptor=listener.fileno(),
-            folder=str(tmp_path),
-            identity=str(identity.folder),
+            folder=tmp_path,
+            identity=identity.folder,
         )
         process = subprocess.Popen(
             [sys.executable, "-m", "potluck.page.serve"], stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
@@ -312,12 +312,12 @@ def test_a_page_for_others_is_encrypted_with_the_runs_certificate_and_keeps_its_
 def test_a_port_that_is_taken_is_a_sentence_and_no_failure(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert start_page(PageAddress("127.0.0.1", port), PageRequest(folder=tmp_path)) is None
+        assert start_page(PageAddress("127.0.0.1", port), PageSettings(folder=tmp_path)) is None
     assert f"There is no page: it cannot be served at 127.0.0.1 port {port}" in capfd.readouterr().err
 
 
 def test_a_page_that_dies_is_a_sentence(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with paged(PageRequest(folder=tmp_path)) as page:
+    with paged(PageSettings(folder=tmp_path)) as page:
         page.process.send_signal(signal.SIGKILL)
         told: list[str] = []
         assert wait_until(lambda: "The page has ended" in "".join([*told, *_more(told, capfd)]), 10.0)

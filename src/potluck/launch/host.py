@@ -46,7 +46,8 @@ from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
 from potluck.launch.processes import WorkerPool
 from potluck.page.reader import EVENTS, NOW
-from potluck.page.start import PageProcess, PageRequest, start_page
+from potluck.page.settings import PageSettings
+from potluck.page.start import PageProcess, start_page
 from potluck.page.where import page_address
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
@@ -175,14 +176,9 @@ class _Host:
         """Start the page, which shows what is in the run folder, and passes on what a person orders, if that is
         allowed."""
         self._tell_now()
-        request = PageRequest(
-            folder=self.folder,
-            invite=self.folder / "invite",
-            identity=self.listening.identity or self.folder / "identity",
-            led=True,
-            on_order=self._on_order if self.args.control else None,
-        )
-        page = start_page(self._page_address, request)
+        identity = self.listening.identity or self.folder / "identity"
+        wanted = PageSettings(folder=self.folder, invite=self.folder / "invite", identity=identity, led=True)
+        page = start_page(self._page_address, wanted, on_order=self._on_order if self.args.control else None)
         if page is not None:
             self._stack.callback(page.close)
         return page

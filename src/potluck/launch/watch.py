@@ -13,7 +13,8 @@ from potluck.fleet.invite import read_invite
 from potluck.launch.join import HIDDEN, hide_invite
 from potluck.page.reader import EVENTS
 from potluck.page.remote import RemoteRun
-from potluck.page.start import PageRequest, prepare_page, tell_of
+from potluck.page.settings import PageSettings
+from potluck.page.start import prepare_page, tell_of
 from potluck.page.where import page_address
 from potluck.system import HAS_GROUPS
 
@@ -37,9 +38,9 @@ def watch(what: str, page: str | None) -> int:
             stack.callback(remote.close)
         identity = folder / "identity" if (folder / "identity").is_dir() else aside / "identity"
         invite = folder / "invite" if is_folder else None
-        request = PageRequest(folder=folder, invite=invite, identity=identity, keeps_place=False)
+        wanted = PageSettings(folder=folder, invite=invite, identity=identity, keeps_place=False)
         try:
-            place, settings = prepare_page(address, request)
+            place, settings = prepare_page(address, wanted)
         except OSError as error:
             raise ConfigError(
                 f"Cannot serve the page at {address.host} port {address.port}: {error.strerror}. Name another with"

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -20,7 +19,7 @@ import uvicorn
 from potluck.page.access import Access
 from potluck.page.connections import BACKLOG, HEAD_S, PageConnection
 from potluck.page.reader import RunReader
-from potluck.page.server import PagePermissions, PageServer
+from potluck.page.server import PageServer
 from potluck.page.settings import PageSettings
 from potluck.page.where import keep_place
 from potluck.show.sentences import Record
@@ -34,14 +33,7 @@ LAST_S = 0.5
 def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: bool) -> None:
     """Serve the page until Ctrl-C, or until standard input ends."""
     access = Access(settings.host, listener.getsockname()[1], settings.token, bool(settings.identity))
-    reader = RunReader(_path(settings.folder), _path(settings.pointer))
-    permissions = PagePermissions(
-        invite=_path(settings.invite),
-        order=_pass_on if settings.control else None,
-        order_token=secrets.token_urlsafe(18) if settings.control else "",
-        led=settings.led,
-    )
-    page = PageServer(reader, access, permissions)
+    page = PageServer(RunReader(settings.folder, settings.pointer), access, settings, _pass_on)
     config = uvicorn.Config(
         page.app(),
         log_config=None,
@@ -56,8 +48,8 @@ def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: 
         backlog=BACKLOG,
         h11_max_incomplete_event_size=16 << 10,
         timeout_graceful_shutdown=1,
-        ssl_certfile=str(Path(settings.identity) / "cert.pem") if settings.identity else None,
-        ssl_keyfile=str(Path(settings.identity) / "key.pem") if settings.identity else None,
+        ssl_certfile=settings.identity / "cert.pem" if settings.identity else None,
+        ssl_keyfile=settings.identity / "key.pem" if settings.identity else None,
     )
     asyncio.run(_run(uvicorn.Server(config), page, listener, settings, until_input_ends=until_input_ends))
 
@@ -120,12 +112,8 @@ def _pass_on(order: Record) -> None:
     sys.stdout.flush()
 
 
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None
-
-
 def main() -> None:
-    settings = PageSettings(**json.loads(sys.stdin.buffer.readline()))
+    settings = PageSettings.read(sys.stdin.buffer.readline())
     with contextlib.suppress(OSError, AttributeError):  # not allowed, or not there: the page is as fast as training
         os.nice(NICE)
     if settings.descriptor >= 0:

@@ -6,11 +6,11 @@ Reads a run folder through RunReader. A person's orders go to the process that s
 import asyncio
 import contextlib
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from importlib import resources
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from potluck.fleet.invite import is_right_secret
 from potluck.page.access import HEADERS, Access
 from potluck.page.metrics import CONTENT_TYPE, exposition
 from potluck.page.reader import RunReader
+from potluck.page.settings import PageSettings
 from potluck.page.view import Viewer
 from potluck.show.sentences import Record
 
@@ -39,23 +40,13 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 
 
 @dataclass(slots=True)
-class PagePermissions:
-    """The actions that a person may take on this page, beside looking."""
-
-    invite: Path | None = None
-    """Where the line to join is; None: there is none."""
-    order: Callable[[Record], None] | None = None
-    """Passes on what was ordered; None: the page only shows."""
-    order_token: str = ""
-    led: bool = False
-    """Whether a host leads the run."""
-
-
-@dataclass(slots=True)
 class PageServer:
     reader: RunReader
     access: Access
-    permissions: PagePermissions = field(default_factory=PagePermissions)
+    settings: PageSettings
+    pass_on: Callable[[Record], None]
+    """Passes on what was ordered, if the settings allow orders."""
+    order_token: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     viewers: int = 0
     ending: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -141,12 +132,11 @@ class PageServer:
             self.viewers -= 1
 
     def _more(self) -> Record:
-        permissions, now = self.permissions, self.reader.now
-        has_invite = permissions.invite is not None and permissions.invite.exists()
+        settings, now = self.settings, self.reader.now
         can = {
-            "order": permissions.order_token if permissions.order is not None else None,
-            "invite": has_invite,
-            "led": permissions.led or bool(now),
+            "order": self.order_token if settings.control else None,
+            "invite": settings.invite is not None and settings.invite.exists(),
+            "led": settings.led or bool(now),
         }
         return {"can": can, "caught_up": self.reader.is_caught_up, "host_at": now.get("time")}
 
@@ -161,14 +151,9 @@ class PageServer:
             return refused
         if not self.access.is_same_origin(request.headers):
             return PlainTextResponse("The line to join is shown on this page alone.\n", 403, HEADERS)
-        try:
-            line = (
-                self.permissions.invite.read_text(encoding="utf-8").strip()
-                if self.permissions.invite is not None
-                else ""
-            )
-        except OSError:
-            line = ""
+        line, invite = "", self.settings.invite
+        with contextlib.suppress(OSError):
+            line = invite.read_text(encoding="utf-8").strip() if invite is not None else ""
         if not line:
             return PlainTextResponse("There is no line to join this run.\n", 404, HEADERS)
         return PlainTextResponse(f"potluck join {line}", headers=HEADERS)
@@ -176,19 +161,18 @@ class PageServer:
     async def _order(self, request: Request) -> Response:
         if (refused := self._refused(request)) is not None:
             return refused
-        permissions = self.permissions
-        if permissions.order is None:
+        if not self.settings.control:
             return PlainTextResponse(
                 "This page only shows. Start the host with --control to allow more.\n", 403, HEADERS
             )
-        is_ours = is_right_secret(request.headers.get("x-potluck-order", ""), permissions.order_token)
+        is_ours = is_right_secret(request.headers.get("x-potluck-order", ""), self.order_token)
         if not is_ours or not self.access.is_same_origin(request.headers):
             return PlainTextResponse("Orders are taken from this page alone.\n", 403, HEADERS)
         order = await _read_order(request)
         if order is None:
             return PlainTextResponse(f"An order is one of: {', '.join(ACTIONS)}.\n", 400, HEADERS)
         try:
-            permissions.order(order)
+            self.pass_on(order)
         except OSError:
             return PlainTextResponse("Whoever leads the run does not hear this page any more.\n", 503, HEADERS)
         return PlainTextResponse("It was passed on.\n", 202, HEADERS)

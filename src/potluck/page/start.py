@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,32 +32,20 @@ ENDS_WITHIN_S = 2.0
 LONGEST_ORDER = 4096
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PageRequest:
-    """The run that a page shows, and what may be done there."""
-
-    folder: Path | None = None
-    pointer: Path | None = None
-    """A file that names the folder, once it is known."""
-    kept_in: Path | None = None
-    """The folder that says where the page was before."""
-    invite: Path | None = None
-    identity: Path | None = None
-    """Where the key and the certificate of an encrypted page are, or will be."""
-    led: bool = False
-    keeps_place: bool = True
-    """Whether the run folder says where the page is, so that it is there again."""
-    on_order: Callable[[Record], None] | None = None
-    """Hears what a person orders; None: the page only shows."""
-
-
-def start_page(address: PageAddress | None, request: PageRequest) -> "PageProcess | None":
-    """None: there is none, and a sentence has said why if one was asked for."""
+def start_page(
+    address: PageAddress | None,
+    wanted: PageSettings,
+    *,
+    kept_in: Path | None = None,
+    on_order: Callable[[Record], None] | None = None,
+) -> "PageProcess | None":
+    """None: there is none, and a sentence has said why if one was asked for. `kept_in`: the folder that says where the
+    page was before, if not the run's. `on_order` hears what a person orders; without it the page only shows."""
     if address is None:
         return None
     try:
-        place, settings = prepare_page(address, request)
-        return PageProcess(place, settings, request)
+        place, settings = prepare_page(address, replace(wanted, control=on_order is not None), kept_in)
+        return PageProcess(place, settings, on_order)
     except (OSError, ConfigError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         at = f"{address.host} port {address.port}" if address.port else address.host
@@ -65,33 +53,26 @@ def start_page(address: PageAddress | None, request: PageRequest) -> "PageProces
         return None
 
 
-def prepare_page(address: PageAddress, request: PageRequest) -> tuple[PagePlace, PageSettings]:
+def prepare_page(
+    address: PageAddress, wanted: PageSettings, kept_in: Path | None = None
+) -> tuple[PagePlace, PageSettings]:
     """Return the page's socket, and the settings of its process. Beyond this machine it is encrypted."""
     identity = None
-    if address.is_for_others and request.identity is not None:
-        identity = Identity.load_or_make(request.identity)
-    kept_in = (request.kept_in or request.folder) if request.keeps_place else None
-    place = open_place(address, kept_in, encrypted=identity is not None)
+    if address.is_for_others and wanted.identity is not None:
+        identity = Identity.load_or_make(wanted.identity)
+    before = (kept_in or wanted.folder) if wanted.keeps_place else None
+    place = open_place(address, before, encrypted=identity is not None)
     if identity is not None:
         place.fingerprint = fingerprint_of(identity)
-    settings = PageSettings(
+    settings = replace(
+        wanted,
         host=address.host,
         port=place.access.port,
         token=place.access.token,
         descriptor=place.listener.fileno() if HAS_GROUPS else -1,
-        folder=_text(request.folder),
-        pointer=_text(request.pointer),
-        invite=_text(request.invite),
-        identity=_text(identity.folder if identity is not None else None),
-        led=request.led,
-        control=request.on_order is not None,
-        keeps_place=request.keeps_place,
+        identity=identity.folder if identity is not None else None,
     )
     return place, settings
-
-
-def _text(path: Path | None) -> str:
-    return str(path.absolute()) if path is not None else ""
 
 
 def fingerprint_of(identity: Identity) -> str:
@@ -113,9 +94,11 @@ def tell_of(place: PagePlace) -> None:
 
 
 class PageProcess:
-    def __init__(self, place: PagePlace, settings: PageSettings, request: PageRequest) -> None:
+    def __init__(
+        self, place: PagePlace, settings: PageSettings, on_order: Callable[[Record], None] | None = None
+    ) -> None:
         self.place = place
-        self._request = request
+        self._on_order = on_order
         self._is_ending = False
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the process
         with place.listener:
@@ -142,9 +125,9 @@ class PageProcess:
     def _watch(self) -> None:
         assert self.process.stdout is not None
         while line := self.process.stdout.readline(LONGEST_ORDER):
-            if self._request.on_order is not None:
+            if self._on_order is not None:
                 with contextlib.suppress(ValueError):  # a line that its end cut short is no order
-                    self._request.on_order(json.loads(line))
+                    self._on_order(json.loads(line))
         code = self.process.wait()
         if not self._is_ending:
             self._complaints.seek(0)
@@ -179,8 +162,8 @@ def page_of_training(address: PageAddress | None, out: str | None) -> Iterator[N
     before = os.environ.get(PAGE_POINTER)
     with tempfile.TemporaryDirectory(prefix="potluck-page-") as aside:
         pointer = Path(aside) / "folder"
-        kept_in = Path(out) if out else None
-        page = start_page(address, PageRequest(pointer=pointer, kept_in=kept_in, identity=Path(aside) / "identity"))
+        wanted = PageSettings(pointer=pointer, identity=Path(aside) / "identity")
+        page = start_page(address, wanted, kept_in=Path(out) if out else None)
         os.environ[PAGE_POINTER] = str(pointer)
         try:
             yield
