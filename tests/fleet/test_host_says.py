@@ -12,7 +12,7 @@ from potluck.events import read_events
 from potluck.fleet.client import Client
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.launch.host import _Host
-from potluck.train.arguments import HostArgs, Listening, host_args
+from potluck.launch.host_options import HostArgs, HostOptions, host_args
 from potluck.wire.codec import encode
 from potluck.wire.messages import JoinRequest, Ready
 from tests.fleet.fleet import wait_until
@@ -24,12 +24,8 @@ LARGE = replace(LARGE, parts=LARGE.parts[:-1])  # with buffers it would be nothi
 
 
 def order_of(folder: Path, *, insecure: bool) -> HostArgs:
-    return host_args(
-        what="demo", settings=(), workers=0, threads=None, out=str(folder), resume=False,
-        listening=Listening(
-            host="127.0.0.1", port=0, address=None, patience_s=20.0, at_least=9, insecure=insecure
-        ),
-    )  # fmt: skip
+    options = HostOptions(what="demo", workers=0, out=str(folder), patience_s=20.0, at_least=9, insecure=insecure)
+    return host_args(options)
 
 
 @pytest.mark.parametrize("insecure", first_of([True, False]))

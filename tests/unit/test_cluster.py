@@ -198,7 +198,7 @@ def test_a_second_job_in_a_folder_is_refused_and_leaves_the_first_ones_meeting_a
         environment = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "HOME": str(tmp_path)}
         monkeypatch.setattr("os.environ", environment | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
         with pytest.raises(ConfigError, match=r"Another run is using .*/run right now"):
-            up(UpOptions(what="small", out=str(tmp_path / "run"), led="host"), None)
+            up(UpOptions(what="small", out=str(tmp_path / "run"), led="host"))
         assert {path.name: path.read_text() for path in first.folder.iterdir()} == there
         late = Meeting(tmp_path / "run", "")
         greeting = late.greet(1, "n2", 1, TWO)
@@ -231,7 +231,7 @@ def test_what_named_starts_have_left_in_a_meeting_is_not_in_the_way(tmp_path: Pa
 def test_a_job_without_srun_and_scontrol_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.environ", {"PATH": str(tmp_path), "SLURM_JOB_ID": "17"})
     with pytest.raises(ConfigError, match="Cannot run srun: No such file"):
-        up(UpOptions(what="small"), None)
+        up(UpOptions(what="small"))
     assert not requeue(PLACE)
 
 

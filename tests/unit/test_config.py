@@ -7,15 +7,14 @@ from potluck import FitConfig, RunConfig, ScheduleConfig, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
 from potluck.launch import processes
+from potluck.launch.host_options import HostOptions, host_args
 from potluck.launch.processes import WorkerPool
 from potluck.launch.recipes import read_recipe
 from potluck.train.arguments import (
-    Listening,
     TrainArgs,
     WorkersConfig,
     built_in_recipes,
     find_recipe,
-    host_args,
     workers_of,
 )
 from potluck.train.model import ModelConfig
@@ -104,12 +103,8 @@ def test_a_setting_beyond_sense_is_refused_by_name_and_number(override: str) -> 
     ],
 )
 def test_a_host_refuses_the_same_before_it_makes_a_folder(order: dict[str, Any], said: str) -> None:
-    asked: dict[str, Any] = {"settings": (), "workers": 1, "threads": None, "out": None, "resume": False}
-    patience_s = order.get("patience_s", 30.0)
-    where = Listening(host="127.0.0.1", port=0, address=None, patience_s=patience_s, at_least=1, insecure=False)
-    asked |= {name: value for name, value in order.items() if name in asked}
     with pytest.raises(ConfigError, match=said):
-        host_args(what="demo", listening=where, **asked)
+        host_args(HostOptions(what="demo", **order))
 
 
 def test_more_workers_than_a_machine_has_room_for_are_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

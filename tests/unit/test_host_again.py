@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,16 +9,14 @@ from potluck.events import read_events
 from potluck.fleet.effects import Describe
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
-from potluck.train.arguments import Listening, host_args
+from potluck.launch.host_options import HostOptions, host_args
 from tests.fleet.virtual import described
 
 
 def again(folder: Path, stack: ExitStack) -> _Host:
     (folder / "own.toml").write_text('name = "own"')
-    listening = Listening(host="127.0.0.1", port=0, address=None, patience_s=1.0, at_least=1, insecure=False)
-    what = str(folder / "own.toml")
-    asked: dict[str, Any] = {"settings": (), "workers": 0, "threads": None, "out": str(folder), "resume": True}
-    return _Host(host_args(what=what, listening=listening, **asked), stack)
+    options = HostOptions(what=str(folder / "own.toml"), workers=0, out=str(folder), resume=True, patience_s=1.0)
+    return _Host(host_args(options), stack)
 
 
 def test_settings_that_changed_while_a_host_was_away_are_said_and_its_data_stay(

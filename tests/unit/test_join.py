@@ -15,10 +15,11 @@ from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
 from potluck.launch import recipes
+from potluck.launch.host_options import HostOptions, host_args
 from potluck.launch.join import _says_yes
 from potluck.launch.join import join as join_command
 from potluck.train import recipe, text
-from potluck.train.arguments import FILES_ASKED, Listening, WorkersConfig, ask_for_files, data_setting, host_args
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, ask_for_files, data_setting
 from potluck.train.model import GPT, ModelConfig
 from tests.bare import Tell, Worker
 from tests.fleet.fleet import close_all, serve
@@ -182,13 +183,10 @@ def test_too_many_names_are_not_asked_about_and_none_can_write_on_the_terminal(
 
 def test_workers_of_the_host_itself_read_what_its_own_command_line_says(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(f"{RECIPE}[data]\npaths = ['my text']\n")
-    asked: dict[str, Any] = {
-        "what": str(tmp_path / "own.toml"), "workers": 1, "threads": None, "out": None, "resume": False,
-        "listening": Listening(host="127.0.0.1", port=0, address=None, patience_s=1.0, at_least=1, insecure=False),
-    }  # fmt: skip
-    kind, settings = host_args(settings=(), **asked).command
+    what = str(tmp_path / "own.toml")
+    kind, settings = host_args(HostOptions(what=what, patience_s=1.0)).command
     assert kind == "--join" and json.loads(settings) == ['data.paths=["my text"]']
-    kind, settings = host_args(settings=data_setting(["\U0001f35c"]), **asked).command
+    kind, settings = host_args(HostOptions(what=what, data=("\U0001f35c",), patience_s=1.0)).command
     found = from_toml(recipe.RunConfig, RECIPE, source="here", overrides=tuple(json.loads(settings)))
     assert found.data.paths == ("\U0001f35c",)
 

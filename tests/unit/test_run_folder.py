@@ -23,10 +23,10 @@ from potluck.fleet.inputs import INPUTS
 from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
+from potluck.launch.host_options import HostArgs, HostOptions, host_args
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder, name_fault
-from potluck.train.arguments import HostArgs, Listening, host_args
 from tests.fleet.fleet import wait_until
 from tests.unit.test_journal import DESCRIBED, record
 
@@ -38,15 +38,8 @@ def mode(path: Path) -> int:
 
 
 def order(what: str = "demo", *settings: str, out: str | None = None, resume: bool = False) -> HostArgs:
-    return host_args(
-        what=what,
-        settings=settings,
-        workers=0,
-        threads=None,
-        out=out,
-        resume=resume,
-        listening=Listening(host="127.0.0.1", port=0, address=None, patience_s=5.0, at_least=1, insecure=False),
-    )
+    options = HostOptions(what=what, settings=list(settings), workers=0, out=out, resume=resume, patience_s=5.0)
+    return host_args(options)
 
 
 @contextmanager

@@ -1,34 +1,80 @@
 """UpOptions: the options of `potluck up`, and what each node makes of them. Imports no torch."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from potluck.cluster.plan import As, NodeResources
 from potluck.config import from_dict, parse_toml, to_dict
 from potluck.errors import ConfigError
+from potluck.launch.host_options import HostArgs, HostOptions, host_args
+from potluck.launch.options import Data, Ranks, Settings, Threads
 from potluck.save.run_folder import holds_run, name_fault
-from potluck.train.arguments import HostArgs, Listening, TrainArgs, WorkersConfig, find_recipe, host_args
-
-PATIENCE_S = 30.0
+from potluck.train.arguments import TrainArgs, WorkersConfig, find_recipe
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    what: str
-    arguments: tuple[str, ...] = ()
+    what: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(
+            metavar="RECIPE|SCRIPT [ARGUMENTS ...]", help="A recipe, as for train; or a Python file, as for run."
+        ),
+    ]
+    data: Data = ()
+    workers: Annotated[
+        int | None,
+        tyro.conf.arg(
+            aliases=["-n"],
+            metavar="N",
+            help="Workers on each node.",
+            help_behavior_hint="(default: one for each GPU, or one)",
+        ),
+    ] = None
+    threads: Threads = None
+    ranks: Ranks = None
+    out: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="FOLDER",
+            help="The run folder, which all nodes share.",
+            help_behavior_hint="(default: runs/NAME, with the job's number if it has one)",
+        ),
+    ] = None
+    led: Annotated[
+        As | None,
+        tyro.conf.arg(
+            name="as",
+            help="A fixed group, or a host that nodes may join and leave.",
+            help_behavior_hint="(default: a group where all nodes are alike and will stay)",
+        ),
+    ] = None
+    on: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="ray|ADDRESS",
+            help="The Ray cluster of this machine, or of that address.",
+            help_behavior_hint="(default: whatever started this)",
+        ),
+    ] = None
+    port: Annotated[int, tyro.conf.arg(metavar="N", help="Of the first node; 0: any that is free.")] = 0
+    address: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="NAME", help="How others reach the first node.", help_behavior_hint="(default: its name)"
+        ),
+    ] = None
+    patience_s: Annotated[
+        float,
+        tyro.conf.arg(name="patience", metavar="SECONDS", help="How long a node may be silent, or out of reach."),
+    ] = 30.0
+    at_least: Annotated[int, tyro.conf.arg(metavar="N", help="Workers that a host waits for at first.")] = 1
+    settings: Settings = field(default_factory=list)
+    arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Arguments of a script."""
-    settings: tuple[str, ...] = ()
-    workers: int | None = None
-    threads: int | None = None
-    ranks: int | None = None
-    out: str | None = None
-    led: As | None = None
-    port: int = 0
-    address: str | None = None
-    patience_s: float = PATIENCE_S
-    at_least: int = 1
 
     @property
     def is_script(self) -> bool:
@@ -45,7 +91,7 @@ class UpOptions:
 
     def _table(self) -> dict[str, Any]:
         text, source = find_recipe(self.what)
-        return parse_toml(text, source=source, overrides=self.settings)
+        return parse_toml(text, source=source, overrides=tuple(self.settings))
 
     def workers_here(self, resources: NodeResources, local_tasks: int) -> int:
         """One for each GPU; where the recipe splits a model over ranks, one that has all of them."""
@@ -65,15 +111,7 @@ class UpOptions:
         )
 
     def host_args(self, folder: Path, config: WorkersConfig, *, local: int, address: str) -> HostArgs:
-        listening = Listening(
-            host="0.0.0.0",
-            port=self.port,
-            address=self.address or address,
-            patience_s=self.patience_s,
-            at_least=self.at_least,
-            insecure=False,
-        )
-        args = host_args(
+        options = HostOptions(
             what=self.what,
             settings=self.settings,
             workers=local,
@@ -81,13 +119,18 @@ class UpOptions:
             ranks=config.ranks,
             out=str(folder),
             resume=holds_run(folder),
-            listening=listening,
+            host="0.0.0.0",
+            port=self.port,
+            address=self.address or address,
+            patience_s=self.patience_s,
+            at_least=self.at_least,
         )
+        args = host_args(options)
         return replace(args, command=(*args.command, *self.arguments) if self.is_script else args.command)
 
     def group_command(self, folder: Path, *, resume: bool) -> list[str]:
         """Return the command that a rank of a fixed group runs: as under potluck train, or potluck run."""
         if self.is_script:
             return [self.what, *self.arguments]
-        args = TrainArgs(recipe=self.what, settings=self.settings, out=str(folder), resume=resume)
+        args = TrainArgs(recipe=self.what, settings=tuple(self.settings), out=str(folder), resume=resume)
         return ["--recipe", json.dumps(to_dict(args))]

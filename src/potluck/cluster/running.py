@@ -33,9 +33,9 @@ TURNED_AWAY_S = 5.0
 """How long a first node that cannot begin waits for those whom it tells so."""
 
 
-def up(options: UpOptions, on: str | None) -> int:
+def up(options: UpOptions) -> int:
     """Returns the exit code."""
-    place = find(os.environ, on)
+    place = find(os.environ, options.on)
     if options.is_script and not Path(options.what).is_file():
         raise ConfigError(f"There is no script {options.what}.")
     if place.channel == "actors":

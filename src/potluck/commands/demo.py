@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from potluck.commands.options import Data, Out, Page, Settings, Workers
+from potluck.launch.options import Data, Out, Page, Settings, Workers
 from potluck.page.where import page_address
 from potluck.train.arguments import data_setting
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from potluck.commands.options import Out, Page, Settings, Track, Workers
 from potluck.commands.train import launch_recipe
+from potluck.launch.options import Out, Page, Settings, Track, Workers
 from potluck.words import say
 
 

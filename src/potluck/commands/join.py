@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import Count, Ranks, Threads, workers_config
+from potluck.launch.options import Count, Ranks, Threads, workers_config
 from potluck.train.arguments import base_setting, data_setting
 
 

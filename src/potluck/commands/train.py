@@ -7,7 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import (
+from potluck.config import to_dict
+from potluck.errors import ConfigError
+from potluck.launch.options import (
     Count,
     Data,
     Only,
@@ -19,8 +21,6 @@ from potluck.commands.options import (
     Workers,
     workers_config,
 )
-from potluck.config import to_dict
-from potluck.errors import ConfigError
 from potluck.launch.processes import launch
 from potluck.page.start import page_of_training
 from potluck.page.where import page_address

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from potluck.commands.options import Page
+from potluck.launch.options import Page
 
 
 @dataclass

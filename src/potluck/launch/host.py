@@ -44,6 +44,7 @@ from potluck.fleet.flight import FLIGHT
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, reachable, read_invite
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
+from potluck.launch.host_options import HostArgs
 from potluck.launch.processes import WorkerPool
 from potluck.page.reader import EVENTS, NOW
 from potluck.page.settings import PageSettings
@@ -56,7 +57,6 @@ from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
 from potluck.signals import Interrupts
 from potluck.trackers.reporter import Tracking
-from potluck.train.arguments import HostArgs
 from potluck.waiting import wait_until
 from potluck.words import duration, plural, say
 
@@ -83,9 +83,9 @@ def with_base(args: HostArgs) -> HostArgs:
         return args
     name = str(table.get("model", {}).get("hf", ""))
     try:
-        return replace(args, base=find_base(name, may_download=args.local > 0, tells=True))
+        return replace(args, base=find_base(name, may_download=args.options.workers > 0, tells=True))
     except ConfigError as error:
-        if args.local:
+        if args.options.workers:
             raise
         say(f"{str(error).removesuffix('.')}, so this host cannot give the model to those who join without it.")
         return args
@@ -93,8 +93,8 @@ def with_base(args: HostArgs) -> HostArgs:
 
 class _Host:
     def __init__(self, args: HostArgs, stack: ExitStack) -> None:
-        self.args, self.listening = args, args.listening
-        self._page_address = page_address(args.page)
+        self.args, self.options = args, args.options
+        self._page_address = page_address(args.options.page)
         self.folder = args.folder
         make_run_folder(self.folder)
         stack.enter_context(hold(self.folder))
@@ -137,17 +137,17 @@ class _Host:
     def run(self, hand_over: Callable[[Invite], object] | None) -> int:
         args = self.args
         invited = self._invited()
-        address = self.listening.address or (invited.host if invited else reachable(self.listening.host))
+        address = self.options.address or (invited.host if invited else reachable(self.options.host))
         invite = self._invite(address)
         self._show(invite, to_terminal=hand_over is None)
         self.server.start()
         page = self._start_page()
         if hand_over is not None:
             hand_over(invite)
-        here = self.listening.host if self.listening.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        here = self.options.host if self.options.host not in ("0.0.0.0", "::") else "127.0.0.1"
         pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
         self._stack.callback(pool.close)
-        pool.start([f"{LOCAL}{number}" for number in range(args.local)])
+        pool.start([f"{LOCAL}{number}" for number in range(args.options.workers)])
         with self.interrupts.handled():
             finish = self._watch(pool)
         self._end(finish)
@@ -176,9 +176,9 @@ class _Host:
         """Start the page, which shows what is in the run folder, and passes on what a person orders, if that is
         allowed."""
         self._tell_now()
-        identity = self.listening.identity or self.folder / "identity"
+        identity = self.options.identity or self.folder / "identity"
         wanted = PageSettings(folder=self.folder, invite=self.folder / "invite", identity=identity, led=True)
-        page = start_page(self._page_address, wanted, on_order=self._on_order if self.args.control else None)
+        page = start_page(self._page_address, wanted, on_order=self._on_order if self.options.control else None)
         if page is not None:
             self._stack.callback(page.close)
         return page
@@ -196,7 +196,7 @@ class _Host:
 
     def _serve(self) -> Server:
         args, journal = self.args, self.journal
-        given = self.listening.identity
+        given = self.options.identity
         identity = Identity.load(given) if given is not None else Identity.load_or_make(self.folder / "identity")
         self.identity = identity
         standing = journal.standing()
@@ -214,21 +214,21 @@ class _Host:
         if described is not None:  # how workers train may change when a run resumes; those who come now say how
             resumed = replace(resumed, description=replace(described, training={}))
         coordinator = Coordinator(
-            patience_s=self.listening.patience_s,
-            secret="" if self.listening.insecure else identity.secret,
+            patience_s=self.options.patience_s,
+            secret="" if self.options.insecure else identity.secret,
             recipe=args.recipe,
-            at_least=self.listening.at_least,
-            plain_peers=self.listening.insecure,
+            at_least=self.options.at_least,
+            plain_peers=self.options.insecure,
             resumed=resumed,
         )
         invited = self._invited()
-        named = self.listening.port or (invited.port if invited else 0)
+        named = self.options.port or (invited.port if invited else 0)
         port = named or int(journal.fact("port") or 0) or self._port_before()
         server = Server(
             coordinator,
-            host=self.listening.host,
+            host=self.options.host,
             port=port,
-            tls=None if self.listening.insecure else identity.server_context(),
+            tls=None if self.options.insecure else identity.server_context(),
             journal=journal,
             saver=self.receiver,
             on_event=self.events.emit,
@@ -247,11 +247,11 @@ class _Host:
         return server
 
     def _invite(self, address: str) -> Invite:
-        return self.identity.invite(address, self.server.port, encrypted=not self.listening.insecure)
+        return self.identity.invite(address, self.server.port, encrypted=not self.options.insecure)
 
     def _invited(self) -> Invite | None:
         """Read what `potluck invite` has put beside the identity: where those who have it will look for this host."""
-        given = self.listening.identity
+        given = self.options.identity
         return read_invite(str(given / "invite")) if given is not None and (given / "invite").is_file() else None
 
     def _open_journal(self) -> Journal:
@@ -285,14 +285,14 @@ class _Host:
     def _show(self, invite: Invite, *, to_terminal: bool) -> None:
         path = self.folder / "invite"
         self._write(path.name, invite.line() + "\n", 0o600)
-        if self.listening.insecure:
+        if self.options.insecure:
             say(
-                f"INSECURE: anybody who reaches {self.listening.host} port {self.server.port} can take part, read the"
+                f"INSECURE: anybody who reaches {self.options.host} port {self.server.port} can take part, read the"
                 " weights and change them, and nothing is encrypted. Use this on a network that you fully trust."
             )
-        if self.listening.identity is not None:  # what is printed is kept in logs, which others may read
+        if self.options.identity is not None:  # what is printed is kept in logs, which others may read
             print(f"Waiting for those who have the invite of {invite}", flush=True)
-        if self.listening.identity is not None or not to_terminal:
+        if self.options.identity is not None or not to_terminal:
             return
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
         print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
@@ -305,7 +305,7 @@ class _Host:
 
     def _on_described(self, description: Description) -> None:
         """Before the run: a plain peer that cannot take an average would end in the first step."""
-        if self.listening.insecure and (sentence := description.too_large_for_entrenar()) is not None:
+        if self.options.insecure and (sentence := description.too_large_for_entrenar()) is not None:
             self._say(sentence)
 
     def _start(self, from_step: int) -> None:

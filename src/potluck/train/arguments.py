@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tomli_w
 
-from potluck.config import checked, from_dict, parse_toml
+from potluck.config import from_dict, parse_toml
 from potluck.environment import PATIENCE_S, check_patience
 from potluck.errors import ConfigError
-from potluck.files import first_free, write_whole
-from potluck.save.run_folder import holds_run, name_fault
+from potluck.files import write_whole
 from potluck.trackers.known import check_trackers
 from potluck.train.slowdown import Slowdown
 from potluck.words import check_at_least, check_at_most
@@ -55,42 +54,6 @@ class TrainArgs:
     """Makes one worker slower than the others. Only the demo asks for it."""
     summary: Literal["whole", "paragraph", "none"] = "whole"
     """How much is said when the run has ended: everything, or only what the model wrote, or nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listening:
-    """How a host waits for workers, and for how many."""
-
-    host: str
-    port: int
-    address: str | None
-    patience_s: float
-    at_least: int
-    insecure: bool
-    identity: Path | None = None
-    """Folder where `potluck invite` made the identity that invites name; none: the run folder's own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostArgs:
-    folder: Path
-    recipe: str
-    """TOML; empty where a script is trained."""
-    command: tuple[str, ...]
-    """Command that a worker on this machine runs."""
-    workers: WorkersConfig
-    local: int
-    """Workers on this machine."""
-    resume: bool
-    listening: Listening
-    base: Path | None = None
-    """The folder of the base model, for workers that lack it."""
-    track: tuple[str, ...] = ()
-    """The trackers that the host reports the run to; its workers report to none."""
-    page: str | None = None
-    """Address of the live page, as --page says it."""
-    control: bool = False
-    """Whether a person may pause the run, save it and let workers go on that page."""
 
 
 def track_setting(names: Sequence[str]) -> tuple[str, ...]:
@@ -179,76 +142,6 @@ def write_recipe(args: TrainArgs, out: Path) -> int:
         raise ConfigError(f"Cannot write {out}: {error.strerror}.") from None
     print(f"Wrote {out}. Train it here with: potluck train {out}\nLead it for others to join: potluck host {out}")
     return 0
-
-
-def host_args(
-    *,
-    what: str,
-    settings: tuple[str, ...],
-    workers: int,
-    threads: int | None,
-    out: str | None,
-    resume: bool,
-    listening: Listening,
-    ranks: int | None = None,
-    track: Sequence[str] = (),
-    or_resume: bool = False,
-) -> HostArgs:
-    """Make the arguments of `potluck host`, checked before anything is started. `or_resume`: resumes if there is a
-    run."""
-    if workers < 0 or listening.at_least < 1 or not 0 <= listening.port < 1 << 16:
-        raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
-    if listening.insecure and listening.identity is not None:
-        raise ConfigError("--identity holds a secret, and a host with --insecure has none. Leave out one of them.")
-    if what.endswith(".py"):
-        if not Path(what).is_file():
-            raise ConfigError(f"There is no script {what}.")
-        recipe, name = "", Path(what).stem
-        command: tuple[str, ...] = (what,)
-    else:
-        text, source = find_recipe(what)
-        table = parse_toml(text, source=source, overrides=settings)
-        name = table.get("name", "run")
-        if fault := name_fault(name):
-            raise ConfigError(f"{source}: name {fault}.")
-        if isinstance(table.get("workers"), dict):
-            given = from_dict(WorkersConfig, table["workers"], "workers")
-            threads, ranks = threads or given.threads, ranks or given.ranks
-        # Workers on this machine read what this command line says, not what comes over the connection.
-        track = track or _tracked(table)
-        data = table.get("data")
-        own = data_setting(data.get("paths", ())) if isinstance(data, dict) else ()
-        own += base_setting(model.get("hf")) if isinstance(model := table.get("model"), dict) else ()
-        recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
-    folder = Path(out) if out else Path("runs") / name
-    resume = resume or (or_resume and holds_run(folder))
-    if out is None and not resume and not or_resume:
-        folder = first_free(folder, holds_run)  # a new run never takes over a folder that holds one
-    if resume and not holds_run(folder):
-        raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
-    config = checked(lambda: WorkersConfig(count=max(1, workers), threads=threads, ranks=ranks), "Workers: ")
-    checked(lambda: check_patience("--patience", listening.patience_s))
-    return HostArgs(
-        folder=folder,
-        recipe=recipe,
-        command=command,
-        workers=config,
-        local=workers,
-        resume=resume,
-        listening=listening,
-        track=check_trackers(track),
-    )
-
-
-def _tracked(recipe: dict[str, Any]) -> list[str]:
-    """By a recipe, of which the workers check the rest."""
-    fit = recipe.get("fit")
-    if not isinstance(fit, dict):
-        return []
-    names = fit.get("track", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f'fit.track is a list of trackers, such as ["wandb"], not {names!r}.')
-    return names + ["tensorboard"] * (fit.get("tensorboard") is True)
 
 
 def ask_for_files(paths: Sequence[str]) -> ConfigError:
