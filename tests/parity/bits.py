@@ -49,7 +49,8 @@ from potluck.devices import kind_of
 from potluck.errors import Interrupted
 from potluck.events import StepDone
 from potluck.save import checkpoint_folder
-from potluck.save.checkpoint import MODEL, OPTIMIZER, ranges
+from potluck.save.checkpoint import MODEL, OPTIMIZER
+from potluck.sharding.ranges import Ranges
 from tests import ranks
 
 FILE = Path(__file__).parents[1] / "vectors" / "bits.json"
@@ -415,7 +416,7 @@ def digest_of(folder: Path) -> str:
     body = checkpoint_folder.check(place)
     digest = hashlib.sha256()
     for stem in (MODEL, OPTIMIZER):
-        with ranges(place, body, stem) as files:
+        with Ranges(checkpoint_folder.files_of(place, body, stem)) as files:
             for name in sorted(files.tensors):
                 tensor = files.tensor(name)
                 digest.update(f"{stem} {name} {tensor.dtype} {list(tensor.shape)}".encode())

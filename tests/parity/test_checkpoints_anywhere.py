@@ -18,9 +18,8 @@ from potluck.agree.records import Position
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver
 from potluck.link.link import connect
-from potluck.save import checkpoint, checkpoint_folder, parts, split_saves
-from potluck.save.checkpoint import Snapshot, new_aside
-from potluck.save.split_saves import Share, write_share, write_together
+from potluck.save import checkpoint, checkpoint_folder, parts
+from potluck.save.checkpoint import Share, Snapshot, new_aside, write_share, write_together
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.stored import TensorFiles
 from potluck.sharding.strategy import FullShard, HybridShard, NoShard, ShardGradOp, ShardingStrategy
@@ -403,7 +402,7 @@ def shares(folder: Path, world: int) -> tuple[list[Share], list[Snapshot]]:
 def test_rank_0_names_those_who_did_not_write_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split_saves, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(checkpoint, "PATIENCE_S", 0.1)
     ours, snapshots = shares(tmp_path, 4)
     write_share(ours[2], snapshots[2])
     with pytest.raises(CheckpointError, match=r"nothing came from workers 1, 3 within .* on a disk that they share"):
@@ -414,7 +413,7 @@ def test_rank_0_names_those_who_did_not_write_and_leaves_nothing(
 def test_rank_0_does_not_wait_long_for_one_that_is_known_to_be_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(split_saves, "GRACE_S", 0.05)
+    monkeypatch.setattr(checkpoint, "GRACE_S", 0.05)
     ours, snapshots = shares(tmp_path, 2)
     with pytest.raises(CheckpointError, match="nothing came from worker 1 within 0 s"):
         write_together(tmp_path, ours[0], snapshots[0], lambda: True)

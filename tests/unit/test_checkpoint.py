@@ -27,7 +27,7 @@ def snapshot(step: int, size: int = 10) -> Snapshot:
 
 def found(folder: Path) -> tuple[int | None, list[str]]:
     passed: list[str] = []
-    best = newest(folder, lambda path, reason: passed.append(f"{path.name}: {reason}"))
+    best = newest(checkpoint_folder.found(folder), check, lambda path, error: passed.append(f"{path.name}: {error}"))
     return (best[1]["step"] if best else None), passed
 
 
@@ -97,7 +97,7 @@ def test_a_step_that_is_saved_again_takes_a_place_of_its_own_and_is_the_newer(tm
     again = Snapshot({"step": 3, "again": True}, snapshot(3).files)
     second = write(tmp_path, again)
     assert (first.name, second.name) == ("step-00000003", "step-00000003-2")
-    assert newest(tmp_path, lambda path, reason: None)[1]["again"]  # type: ignore[index]
+    assert newest(checkpoint_folder.found(tmp_path), check, lambda path, error: None)[1]["again"]  # type: ignore[index]
     prune(tmp_path, keep_last=1, newest=second)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003-2"]
 

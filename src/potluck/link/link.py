@@ -5,12 +5,13 @@ Nothing that travels is pickled: only tensors and bytes.
 """
 
 import atexit
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous as rendezvous_at
 from potluck.coded_numbers import Coding
 from potluck.devices import travels
 from potluck.environment import ONLY, PATIENCE_S, RENDEZVOUS
-from potluck.errors import ConfigError, WorkerLost
+from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.link.coded_sums import CodedSums
 from potluck.link.whereabouts import LOOK_S, QUIET_S, GroupWatch
 from potluck.sharding.collectives import Done as Done
@@ -135,9 +136,6 @@ class Alone(Link):
         pass
 
     def fetch(self, numbers: Tensor, of: int) -> None:
-        pass
-
-    def meet(self, what: str, notice: Callable[[str], None]) -> None:
         pass
 
     def close(self) -> None:
@@ -359,6 +357,20 @@ def loss_of_peer(error: BaseException) -> str | None:
     if not isinstance(error, dist.DistError) and "gloo" not in str(error):
         return None
     return (_watch.explain() if _watch is not None else None) or _loss(error)
+
+
+def ask_first(link: Link, work: Callable[[], Any], kind: type[PotluckError]) -> Any:
+    """Return on every rank what rank 0 finds out, as JSON. An error of this kind there is raised on all."""
+    answer = {}
+    if link.rank == 0:
+        try:
+            answer = {"answer": work()}
+        except kind as error:
+            answer = {"refusal": str(error)}
+    heard = json.loads(link.gather_bytes(json.dumps(answer).encode())[0])
+    if "refusal" in heard:
+        raise kind(heard["refusal"])
+    return heard["answer"]
 
 
 def connect(device: torch.device, patience_s: float) -> Link:

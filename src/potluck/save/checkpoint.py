@@ -2,7 +2,11 @@
 
 A checkpoint is a folder `step-00000120` with safetensors files and manifest.json, which holds everything else and a
 checksum of each file. It is written beside its place and renamed into it, so that a kill at any moment leaves the one
-before it whole. Knows nothing of links: rank 0 alone touches the disk, but for a model that is split (split_saves.py).
+before it whole. Knows nothing of links.
+
+Of a model that is split over workers each writes its own part, into a folder that they share. It says in a small file,
+`00001.done`, that it has written its own; rank 0 waits until all have, and only then makes a checkpoint of it. While
+they write they tell each other nothing but through that folder.
 """
 
 import hashlib
@@ -12,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,17 @@ from typing import Any
 from torch import Tensor
 
 from potluck.errors import CheckpointError
-from potluck.files import publish
-from potluck.save.checkpoint_folder import FORMAT, WRITING, body_sha256, check_space, files_of, free_place, prune
+from potluck.files import publish, write_whole
+from potluck.save.checkpoint_folder import (
+    FORMAT,
+    FORMAT_IN_PARTS,
+    WRITING,
+    body_sha256,
+    check_space,
+    files_of,
+    free_place,
+    prune,
+)
 from potluck.save.run_folder import make_private
 from potluck.sharding.ranges import Ranges, type_name
 from potluck.sharding.stored import make_header, write_all
@@ -30,6 +43,12 @@ from potluck.tensor_bytes import buffer
 from potluck.words import check_at_least
 
 MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
+PATIENCE_S = 600.0
+"""How long rank 0 waits for the files of the others, once its own are written."""
+GRACE_S = 5.0
+"""How long rank 0 waits for the files of the others, once it is known that one of them is gone."""
+LOOK_S = 0.02
+"""Seconds between two looks for the others' files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,9 +187,91 @@ class CheckpointWriter:
             writing.result()
 
 
-# Reading
+# Writing together
 
 
-def ranges(path: Path, body: dict[str, Any], stem: str) -> Ranges:
-    """The model, or the optimizer's state, however it was split when it was written."""
-    return Ranges(files_of(path, body, stem))
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of those who write a checkpoint together."""
+
+    rank: int
+    world: int
+    """How many write."""
+    aside: Path
+    """The folder that all of them write into."""
+
+    def stem(self, stem: str) -> str:
+        """Return the stem of this rank's own file of a kind."""
+        return f"{stem}-{self.rank:05d}-of-{self.world:05d}"
+
+    def done(self, rank: int) -> Path:
+        """There when a rank has written all of its files; holds their checksums."""
+        return self.aside / f"{rank:05d}.done"
+
+    def failed(self, rank: int) -> Path:
+        """There when a rank could not; says why."""
+        return self.aside / f"{rank:05d}.failed"
+
+
+def write_share(share: Share, snapshot: Snapshot) -> None:
+    """Write the files of a rank other than 0."""
+    try:
+        _write_share(share, snapshot)
+    except (OSError, CheckpointError) as error:
+        reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
+        with suppress(OSError):  # then it is missed all the same
+            write_whole(share.failed(share.rank), reason)
+        raise CheckpointError(
+            f"Cannot write the checkpoint of step {snapshot.step} to {share.aside.parent}: {reason}."
+        ) from None
+
+
+def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: Callable[[], bool]) -> Path:
+    """Write rank 0's files, and make the files of all ranks a checkpoint. Returns where it is."""
+    with failures_told(folder, share.aside, snapshot.step):
+        _write_share(share, snapshot)
+        sums = _await_all(share, is_one_gone)
+        files = {"files": sums}
+        model, optimizer = (Ranges(files_of(share.aside, files, stem)) for stem in (MODEL, OPTIMIZER))
+        with model, optimizer:
+            model.check_whole("it")
+            optimizer.check_whole("it")
+            said = snapshot.body | {"optimizer": optimizer.notes}
+        for rank in range(share.world):
+            share.done(rank).unlink()
+        return finish(share.aside, FORMAT_IN_PARTS, sums, said)
+
+
+def _write_share(share: Share, snapshot: Snapshot) -> None:
+    sums = write_files(share.aside, snapshot)
+    write_whole(share.done(share.rank), json.dumps(sums), durable=True)
+
+
+def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
+    """The checksums of all ranks' files, once all are there."""
+    started = time.monotonic()
+    deadline = started + PATIENCE_S
+    while missing := [rank for rank in range(share.world) if not share.done(rank).exists()]:
+        if failed := [rank for rank in missing if share.failed(rank).exists()]:
+            raise CheckpointError(f"worker {failed[0]} says: {share.failed(failed[0]).read_text(encoding='utf-8')}")
+        if is_one_gone():
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+            is_one_gone = _no
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"nothing came from {_workers(missing)} within {time.monotonic() - started:.0f} s; all write into the"
+                " same folder, which must be on a disk that they share"
+            )
+        time.sleep(LOOK_S)
+    sums: dict[str, Any] = {}
+    for rank in range(share.world):
+        sums |= json.loads(share.done(rank).read_text(encoding="utf-8"))
+    return sums
+
+
+def _no() -> bool:
+    return False
+
+
+def _workers(ranks: list[int]) -> str:
+    return f"worker {ranks[0]}" if len(ranks) == 1 else f"workers {', '.join(map(str, ranks))}"

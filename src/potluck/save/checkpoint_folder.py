@@ -10,9 +10,9 @@ import mmap
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from potluck.errors import CheckpointError
 from potluck.files import first_free
@@ -25,6 +25,7 @@ BEST = "best"
 """Key of a manifest: the validation loss, in a checkpoint that was saved because it was the best so far."""
 BASE = "base"
 """Key of a manifest: the hash of the frozen base, which was left out, and how much that was."""
+T = TypeVar("T")
 WRITING, LEAVING = ".writing-", ".leaving-"
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -58,13 +59,15 @@ def best_loss(path: Path) -> float | None:
         return None
 
 
-def newest(folder: Path, pass_over: Callable[[Path, str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint that is whole, with its manifest's body. `pass_over` hears of each damaged one."""
-    for path in found(folder):
+def newest(
+    standing: Iterable[Path], read: Callable[[Path], T], pass_over: Callable[[Path, CheckpointError], None]
+) -> tuple[Path, T] | None:
+    """The first of these checkpoints that can be read, with what that gives. `pass_over` hears of each damaged one."""
+    for path in standing:
         try:
-            return path, check(path)
+            return path, read(path)
         except CheckpointError as error:
-            pass_over(path, str(error))
+            pass_over(path, error)
     return None
 
 

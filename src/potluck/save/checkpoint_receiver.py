@@ -51,12 +51,11 @@ class CheckpointReceiver:
             self._queue = None
 
     def newest(self) -> tuple[Path, Position] | None:
-        for path in checkpoint_folder.found(self.folder):
-            try:
-                return path, standing_of(path, checkpoint_folder.check(path))
-            except CheckpointError as error:
-                self._pass_over(path, str(error))
-        return None
+        return checkpoint_folder.newest(
+            checkpoint_folder.found(self.folder),
+            lambda path: standing_of(path, checkpoint_folder.check(path)),
+            lambda path, error: self._pass_over(path, str(error)),
+        )
 
     def _write(
         self,

@@ -96,21 +96,22 @@ def _check_place(out: Path) -> None:
 
 def _find(source: Path, console: Console, begin: Begin) -> tuple[Path, dict[str, Any]]:
     """The checkpoint, or the newest whole one of a run, and its manifest's body."""
+
+    def check(path: Path) -> dict[str, Any]:
+        total = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        return checkpoint_folder.check(path, tell=begin("Checking", total))
+
+    def pass_over(path: Path, error: CheckpointError) -> None:
+        console.print(f"{error} Looking for the one before it.", soft_wrap=True)
+
     if (source / "manifest.json").exists():
-        return source, checkpoint_folder.check(source, tell=begin("Checking", _bytes_of(source)))
+        return source, check(source)
     standing = checkpoint_folder.found(source / "checkpoints") or checkpoint_folder.found(source)
-    for path in standing:
-        try:
-            return path, checkpoint_folder.check(path, tell=begin("Checking", _bytes_of(path)))
-        except CheckpointError as error:
-            console.print(f"{error} Looking for the one before it.", soft_wrap=True)
+    if (newest := checkpoint_folder.newest(standing, check, pass_over)) is not None:
+        return newest
     if standing:
         raise CheckpointError(f"Every checkpoint in {source} is damaged.")
     raise ConfigError(f"There is no checkpoint in {source}. Name a run's folder, or one of its checkpoints.")
-
-
-def _bytes_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def _write(sources: Sources, header: SafetensorsHeader, out: Path, tell: Callable[[int], None]) -> None:

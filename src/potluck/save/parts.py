@@ -5,8 +5,9 @@ a model that is not split this is all of it. Optimizer state is described by par
 (state.py), so any strategy can load it.
 """
 
+import json
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,20 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from potluck.errors import CheckpointError
+from potluck.link.link import Alone, Link
 from potluck.save import state
+from potluck.save.checkpoint_folder import BASE
 from potluck.sharding.absent import own_state
 from potluck.sharding.optimizer_traits import COUNTERS
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.runs import FlatRun, Span, group_names
 from potluck.sharding.sharded import Sharded, Writer
 from potluck.sharding.stored import Spans, piece_key
+from potluck.words import plural, size
+
+if TYPE_CHECKING:
+    from potluck.engine.frozen_base import FrozenBase
+    from potluck.engine.replica import Replica
 
 
 class WholeModel(Sharded):
@@ -244,3 +252,34 @@ def _read_flat(run: FlatRun, source: Ranges, name: str) -> Tensor:
     flat = torch.empty(span.size, dtype=source.spec(name).dtype, device=run.parameter.device)
     source.read_into(flat, name, span.start)
     return flat.view_as(run.parameter)
+
+
+# The frozen base, which each worker has from elsewhere: checkpoints keep a hash of it
+
+
+def leave_out(replica: "Replica", link: Link = Alone()) -> tuple[frozenset[str], dict[str, Any]]:
+    """The entries of the model's state_dict that are not saved, and what the manifest says of them. A collective of
+    those who hold a part of the model. What was changed since it was prepared is no base any more."""
+    if replica.base is None:
+        return frozenset(), {}
+    told = link.gather_bytes(json.dumps(sorted(replica.moved_base())).encode())
+    names = replica.base.without({name for data in told for name in json.loads(data)})
+    return names, {BASE: replica.base.tell(names)} if names else {}
+
+
+def check_left_out(
+    base: "FrozenBase | None", standing: dict[str, Any], saved: Container[str], source: str
+) -> frozenset[str]:
+    """Return the names that are not in this checkpoint and are here already, once the two bases are known to be the
+    same. Changes nothing."""
+    if (saved_base := standing.get(BASE)) is None:
+        return frozenset()
+    names = frozenset(name for name in base.hashes if name not in saved) if base is not None else frozenset[str]()
+    if base is None or base.hash_of(names) != saved_base["hash"]:
+        what = f"{plural(saved_base['tensors'], 'tensor')} of {size(saved_base['bytes'])}"
+        raise CheckpointError(
+            f"{source} was trained on another frozen base than this model's: {what}, of which it holds only the hash."
+            " Nothing was loaded. Load the base that the run was begun with, in the same form (type, quantisation), and"
+            " freeze it before prepare()."
+        )
+    return names

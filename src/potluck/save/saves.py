@@ -1,7 +1,8 @@
 """Saves where a run stands, and finds it again on any number of workers, however its model is split.
 
 A model that is split is written and read by all of its workers, each its own part, in a folder that they share. One
-that each worker has whole is a single part: rank 0 alone touches the disk, and tells the others what it reads.
+that each worker has whole is a single part: rank 0 alone touches the disk, and tells the others what it reads. What all
+must do alike is agreed over the link, in the foreground; the disk is written in the background.
 """
 
 import json
@@ -17,18 +18,9 @@ from torch import Tensor
 
 from potluck.errors import CheckpointError
 from potluck.events import CheckpointPassedOver, CheckpointSaved, EventLog
-from potluck.link.link import Alone, Link
+from potluck.link.link import Alone, Link, ask_first
 from potluck.save import checkpoint, checkpoint_folder, parts, state
-from potluck.save.left_out import check_left_out, leave_out
-from potluck.save.split_saves import (
-    Share,
-    agree_on_aside,
-    ask_first,
-    check_shared,
-    together,
-    write_share,
-    write_together,
-)
+from potluck.save.checkpoint import Share, write_share, write_together
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.sharded import Sharded
 from potluck.sharding.stored import Piece, Stored
@@ -77,7 +69,7 @@ class Saves:
         randoms = link.gather_bytes(state.random_state()) if with_randoms else []
         if not part.is_split and link.rank:
             return None
-        without, base_notes = leave_out(replica, link if part.is_split else Alone())
+        without, base_notes = parts.leave_out(replica, link if part.is_split else Alone())
         standing = standing | base_notes
         if not part.is_split:
             whole = take_snapshot(part, standing, randoms, kept, without)
@@ -110,7 +102,7 @@ class Saves:
             def look() -> None:
                 model, optimizer = opened(checkpoint.MODEL), opened(checkpoint.OPTIMIZER)
                 sources.extend((model, optimizer))
-                without.update(check_left_out(replica.base, standing, model.tensors, str(path)))
+                without.update(parts.check_left_out(replica.base, standing, model.tensors, str(path)))
                 parts.check_part(part, model, optimizer, standing["optimizer"], str(path), without)
                 check(path, standing)
 
@@ -150,7 +142,7 @@ class Saves:
         tells the others."""
         if part.is_split:
             return self._find_with(self._link, folder)
-        found: Standing | None = ask_first(self._link, lambda: self._find_with(Alone(), folder))
+        found: Standing | None = ask_first(self._link, lambda: self._find_with(Alone(), folder), CheckpointError)
         return found
 
     def _find_with(self, link: Link, folder: Path) -> Standing | None:
@@ -204,7 +196,7 @@ class _ToldRanges(Ranges):
             super(_ToldRanges, self).__init__(files)
             return {name: [stored.shape, stored.dtype] for name, stored in self.tensors.items()}
 
-        described = ask_first(link, describe)
+        described = ask_first(link, describe, CheckpointError)
         if link.rank:
             super().__init__(())
             for name, (shape, dtype) in described.items():
@@ -243,3 +235,32 @@ def take_snapshot(
         return checkpoint.Snapshot(body | {"optimizer": optimizer.notes}, files | beside)
     files = {share.stem(stem): each.tensors for stem, each in pieces.items()}
     return checkpoint.Snapshot(body, files | beside, {share.stem(stem): each.notes for stem, each in pieces.items()})
+
+
+def together(link: Link, work: Callable[[], None]) -> None:
+    """Does it on every worker. What one of them cannot do is raised on all."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:
+        error = caught
+    errors = [data.decode() for data in link.gather_bytes(str(error or "").encode())]
+    if error is not None:
+        raise error
+    if any(errors):
+        raise CheckpointError(next(sentence for sentence in errors if sentence))
+
+
+def agree_on_aside(link: Link, folder: Path, step: int) -> Path:
+    """Make a new folder that every worker sees."""
+    aside: Path = folder / ask_first(link, lambda: checkpoint.new_aside(folder, step).name, CheckpointError)
+    together(link, lambda: check_shared(link, folder, sees_it=aside.is_dir()))
+    return aside
+
+
+def check_shared(link: Link, folder: Path, *, sees_it: bool) -> None:
+    if not sees_it:
+        raise CheckpointError(
+            f"Worker {link.rank} does not see in {folder} what worker 0 sees there. A model that is split over workers"
+            " is saved and loaded by all of them: put the folder on a disk that they share."
+        )

@@ -18,16 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from potluck.errors import StoreError, TheirProtocolError
+from potluck.errors import CheckpointError, StoreError, TheirProtocolError
 from potluck.events import EventLog
 from potluck.fleet.file_stream import FileStreamReceiver, stream_chunks, stream_header
-from potluck.link.link import Alone, Link
+from potluck.link.link import Alone, Link, ask_first
 from potluck.link.store_link import StoreLink
 from potluck.save import checkpoint_folder, parts, state
-from potluck.save.checkpoint import MODEL, OPTIMIZER, Snapshot, new_aside, tensor_chunks
-from potluck.save.left_out import check_left_out, leave_out
-from potluck.save.saves import KeptTensors, Saves, Standing, saved_part, take_snapshot
-from potluck.save.split_saves import Share, ask_first, together, write_share, write_together
+from potluck.save.checkpoint import (
+    MODEL,
+    OPTIMIZER,
+    Share,
+    Snapshot,
+    new_aside,
+    tensor_chunks,
+    write_share,
+    write_together,
+)
+from potluck.save.saves import KeptTensors, Saves, Standing, saved_part, take_snapshot, together
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.sharded import Sharded
 from potluck.stages.datastore import StoreChannel
@@ -55,7 +62,7 @@ class StoredProgress:
         with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
             self.files.unpack(Path(folder))
             with Ranges([Path(folder) / _file(MODEL)]) as model, Ranges([Path(folder) / _file(OPTIMIZER)]) as optimizer:
-                without = check_left_out(base, self.notes, model.tensors, "What this worker had kept of itself")
+                without = parts.check_left_out(base, self.notes, model.tensors, "What this worker had kept of itself")
                 parts.load_part(sharded, model, optimizer, optimizer.notes, without)
         sharded.share()
 
@@ -226,7 +233,7 @@ class StoreSaves(Saves):
     def save(self, folder: Path, replica: "Replica", standing: Standing, keep_last: int, kept: KeptTensors) -> None:
         """Returns once it is on the first worker's disk. What one of them cannot do is raised on all."""
         randoms = self._link.gather_bytes(state.random_state())
-        without, base_notes = leave_out(replica, self._link)
+        without, base_notes = parts.leave_out(replica, self._link)
         part = saved_part(replica)
         take = partial(take_snapshot, part, standing | base_notes, randoms, kept, without)
         together(self._link, lambda: self._save(folder, part.writer.world, standing["step"], keep_last, take))
@@ -262,7 +269,7 @@ class StoreSaves(Saves):
                 self._run.give_files(RESUME, Path(standing["path"]))
             return standing
 
-        standing: Standing | None = ask_first(self._link, give)
+        standing: Standing | None = ask_first(self._link, give, CheckpointError)
         return standing
 
     def _opener(self, stack: ExitStack, path: Path, standing: Standing, part: Sharded) -> Callable[[str], Ranges]:

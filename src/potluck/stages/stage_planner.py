@@ -1,6 +1,5 @@
 """StagePlanner: how a model is cut into stages for the workers at hand, by agreement of all; and how that is shown."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig
 from potluck.errors import ConfigError
 from potluck.link.grid import Grid
+from potluck.link.link import ask_first
 from potluck.sharding.splitting import free_bytes
 from potluck.stages.plan import Device, Plan, balance
 from potluck.stages.profile import Profile, measure
@@ -51,16 +51,8 @@ class StagePlanner:
         profile = measure(model, loss, self._sample(dataset, collate), self.device, at_least_s=for_s)
         seconds = sum(layer.seconds for layer in profile.layers)
         reports = link.gather_rows([seconds, self._free_bytes()])
-        answer_of_first: dict[str, str] = {}
-        if link.rank == 0:
-            try:
-                answer_of_first = {"plan": self._plan(profile, reports).to_json()}
-            except ConfigError as error:
-                answer_of_first = {"refusal": str(error)}
-        answer = json.loads(link.gather_bytes(json.dumps(answer_of_first).encode())[0])
-        if "refusal" in answer:
-            raise ConfigError(answer["refusal"])
-        return Plan.from_json(answer["plan"])
+        plan = ask_first(link, lambda: self._plan(profile, reports).to_json(), ConfigError)
+        return Plan.from_json(plan)
 
     def describe(self, plan: Plan) -> str:
         """The plan as a table, and the order of a step, if it fits a screen."""
