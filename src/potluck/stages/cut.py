@@ -7,7 +7,7 @@ layers (masks, tables, positions) is done on every stage, and nothing has to be 
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, chain_of, left_alone, parameters_of, seats_of_buffers
 from potluck.stages.forms import Crossing, Way, forms_of, renumbered
-from potluck.stages.plan import Layer, Plan
+from potluck.stages.plan import Plan
 from potluck.stages.seats import (
     AbsentLayer,
     AbsentPart,
@@ -48,8 +48,6 @@ class CutStage:
     index: int
     blocks: list[nn.Module]
     """Its own links of the chain, to be compiled, recomputed or sharded one by one."""
-    ties: dict[str, tuple[int, ...]]
-    """Its parameters that other stages use too, by name, and all stages that do: their gradients are to be added."""
     receives: int
     """How many tensors the stage before sends."""
     foreign: set[str]
@@ -108,7 +106,7 @@ def cut(model: nn.Module, plan: Plan, index: int) -> CutStage:
     now.arrivals, now.carries = plan.arrivals(index), plan.layers[plan.stages[index].stop - 1].carries
     own = plan.layers[plan.stages[index].start : plan.stages[index].stop]
     everywhere = {name: parameters_of(chain.parts[name]) for name in plan.everywhere}
-    used = {id(parameter) for layer in own for parameter in _used(chain, layer)}
+    used = {id(parameter) for layer in own for parameter in used_by(chain, layer.module, layer.parts)}
     used |= {id(parameter) for parameters in everywhere.values() for parameter in parameters}
     replaced: dict[int, nn.Module] = {}
     blocks = _place_layers(plan, index, chain, now, replaced)
@@ -141,7 +139,6 @@ def cut(model: nn.Module, plan: Plan, index: int) -> CutStage:
         plan=plan,
         index=index,
         blocks=blocks,
-        ties={name: stages for name, stages in owners(model, plan).items() if len(stages) > 1 and index in stages},
         receives=plan.layers[first - 1].sends if first else 0,
         foreign={name for layer in plan.layers for name in layer.buffers}.difference(*(layer.buffers for layer in own)),
         _now=now,
@@ -165,23 +162,10 @@ def give_up_foreign(stages: Sequence[CutStage]) -> None:
                 module._non_persistent_buffers_set = module._non_persistent_buffers_set | {key}
 
 
-def owners(model: nn.Module, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the model, by its first name, and the stages that use it; several: a tie."""
-    chain = chain_of(model, [layer.module for layer in plan.layers if layer.module is not None])
-    using: dict[int, set[int]] = {}
-    for number, layer in enumerate(plan.layers):
-        for parameter in _used(chain, layer):
-            using.setdefault(id(parameter), set()).add(plan.stage_of(number))
-    for name in plan.everywhere:
-        for parameter in parameters_of(chain.parts[name]):
-            using.setdefault(id(parameter), set()).update(range(len(plan.stages)))
-    return {name: tuple(sorted(using[id(parameter)])) for name, parameter in model.named_parameters()}
-
-
-def _used(chain: Chain, layer: Layer) -> list[nn.Parameter]:
-    """Each once."""
-    found = [] if layer.module is None else list(chain.modules[layer.module].parameters())
-    for name in layer.parts:
+def used_by(chain: Chain, module: str | None, parts: Iterable[str]) -> list[nn.Parameter]:
+    """List the parameters of a layer that is this module and has these parts around the chain, each once."""
+    found = [] if module is None else list(chain.modules[module].parameters())
+    for name in parts:
         found += parameters_of(chain.parts[name])
     return list({id(parameter): parameter for parameter in found}.values())
 
@@ -195,7 +179,7 @@ def _check(model: nn.Module, plan: Plan, chain: Chain) -> None:
         if name not in listed and parameters_of(part):
             raise ConfigError(f"The plan does not know {name}: it is of another model.")
     for layer in plan.layers:
-        count = sum(parameter.numel() for parameter in _used(chain, layer))
+        count = sum(parameter.numel() for parameter in used_by(chain, layer.module, layer.parts))
         if count != layer.parameters:
             raise ConfigError(
                 f"Layer {layer.name} has {count:,} parameters, and in the plan {layer.parameters:,}: the plan is of"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from potluck.errors import ConfigError
 from potluck.stages.schedule import in_flight
@@ -65,13 +65,6 @@ class Layer:
         return count_sent(self.output or {"value": None}) + len(self.carries)
 
 
-class HasLayers(Protocol):
-    """A profile, or another plan."""
-
-    @property
-    def layers(self) -> tuple[Layer, ...]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The layers, and where they are cut."""
@@ -84,9 +77,9 @@ class Plan:
         self.validate()
 
     @staticmethod
-    def at(layers: Sequence[Layer] | HasLayers, cuts: Sequence[int] = ()) -> "Plan":
+    def at(layers: Sequence[Layer], cuts: Sequence[int] = ()) -> "Plan":
         """Cut points given: the first layer of every stage but the first."""
-        return Plan(tuple_of(layers), tuple(cuts))
+        return Plan(tuple(layers), tuple(cuts))
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -107,9 +100,6 @@ class Plan:
         own = before.sends - len(before.carries)
         sent = [*((start - 1, number) for number in range(own)), *before.carries]
         return {each: place for place, each in enumerate(sent)}
-
-    def stage_of(self, layer: int) -> int:
-        return sum(cut <= layer for cut in self.cuts)
 
     def validate(self) -> None:
         """Every layer is in one stage, in order, and no stage is empty; ConfigError otherwise."""
@@ -145,7 +135,7 @@ class Plan:
                     size(own[-1].sent_bytes) if number < len(self.cuts) else "-",
                 )
             )
-        return table(rows)
+        return _table(rows)
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "cuts": self.cuts, "layers": [asdict(layer) for layer in self.layers]})
@@ -163,10 +153,6 @@ class Plan:
         if not isinstance(data["cuts"], list) or not isinstance(data["layers"], list):
             raise ConfigError("A plan of stages has a list of cuts and a list of layers; this one has not.")
         return Plan(tuple(map(_layer_from_json, data["layers"])), tuple(data["cuts"]))
-
-
-def tuple_of(layers: Sequence[Layer] | HasLayers) -> tuple[Layer, ...]:
-    return tuple(layers) if isinstance(layers, Sequence) else layers.layers
 
 
 def check_layers(layers: Sequence[Layer]) -> None:
@@ -264,7 +250,7 @@ def _expect_fields(data: object, known: set[str], what: str) -> None:
         raise ConfigError(f"{what} has {'a field too many' if odd[0] in data else 'no field'}: {str(odd[0])[:40]}.")
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     """Columns as wide as they need to be; what holds names is flush left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
@@ -297,7 +283,7 @@ class Device:
 
 
 def balance(
-    layers: Sequence[Layer] | HasLayers,
+    layers: Sequence[Layer],
     devices: Sequence[Device],
     *,
     micro_batches: int = 1,
@@ -312,8 +298,7 @@ def balance(
     `rows` rows each, that are under way at once: min(micro_batches, in_flight(...)), as 1f1b has it. A parameter
     that two layers share counts for each of them.
     """
-    chain = tuple_of(layers)
-    Plan(chain)
+    chain = Plan.at(layers).layers
     if not devices:
         raise ConfigError("A model needs at least one device to be cut for.")
     if len(devices) > len(chain):

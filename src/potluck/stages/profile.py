@@ -7,7 +7,7 @@ random generators as they were.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from potluck.batch_shapes import tensors_of, to_device
 from potluck.errors import ConfigError
 from potluck.stages.chain import Chain, buffers_outside, check_one, copies, differing, find_chain, parameters_of
-from potluck.stages.cut import CutStage, LossOf, cut
+from potluck.stages.cut import CutStage, LossOf, cut, used_by
 from potluck.stages.forms import all_tensors
-from potluck.stages.plan import Layer, Plan, table
+from potluck.stages.plan import Layer, Plan
 from potluck.stages.recomputing import OWN_GRADIENTS, THROUGH_LAYERS
 from potluck.stages.seats import Activation, generators_of
 from potluck.stages.trace import SEED, Crossings, ModelTrace
-from potluck.words import size
 
 
 def survey(model: nn.Module, loss_of: LossOf, batch: Any) -> tuple[Layer, ...]:
@@ -132,10 +131,7 @@ def _layers(model: nn.Module, chain: Chain, trace: ModelTrace, crossings: Crossi
     for place in range(len(links) + 2):
         parts = tuple(name for name in chain.parts if name in used[place] or (place == 0 and name in idle))
         module = links[place - 1] if 0 < place <= len(links) else None
-        counted = [] if module is None else list(chain.modules[module].parameters())
-        for name in parts:
-            counted += parameters_of(chain.parts[name])
-        counted = list({id(parameter): parameter for parameter in counted}.values())
+        counted = used_by(chain, module, parts)
         if module is None and not counted:
             continue  # nothing to own: the stage at that end of the chain runs what there is
         name = module or ("before" if place == 0 else "after")
@@ -218,24 +214,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             generator.set_state(state)
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """Measured costs of a model's layers."""
-
-    layers: tuple[Layer, ...]
-    device: str
-    rows: int
-    """Rows of the batch with which the seconds were measured."""
-
-    def __str__(self) -> str:
-        rows = [("layer", "", "", "parameters", "ms", "kept/row", "sent/row")]
-        for number, layer in enumerate(self.layers):
-            counts = (f"{layer.parameters:,}", f"{layer.seconds * 1000:.2f}")
-            sizes = (size(layer.kept_bytes), size(layer.sent_bytes) if layer.output else "-")
-            rows.append((str(number), layer.name, "", *counts, *sizes))
-        return table(rows)
-
-
 def measure(
     model: nn.Module,
     loss_of: LossOf,
@@ -244,7 +222,7 @@ def measure(
     *,
     repeats: int = 3,
     at_least_s: float = 0.0,
-) -> Profile:
+) -> tuple[Layer, ...]:
     """Surveys the model, then runs every layer as a stage of its own: its time, and what it keeps.
 
     `device`: where to measure, if not where the model is; then one layer at a time is there, so the model need not fit.
@@ -277,7 +255,7 @@ def measure(
                 sent = sum(tensor.nbytes for tensor in activation)
             measured.append(replace(layer, seconds=seconds, sent_bytes=-(-sent // rows), kept_bytes=-(-kept // rows)))
     pace = took_s / least_s if least_s else 1.0
-    return Profile(tuple(replace(each, seconds=each.seconds * pace) for each in measured), str(device), rows)
+    return tuple(replace(each, seconds=each.seconds * pace) for each in measured)
 
 
 def _measure_layer(

@@ -162,11 +162,9 @@ class Timed:
     end: float
 
 
-def simulate(
-    orders: Sequence[Order], stages: int, costs: Mapping[str, float], send: float = 0.0
-) -> tuple[tuple[Timed, ...], ...]:
-    """When each worker does what, if an action takes its kind's cost and a message `send`. ValueError if it hangs."""
-    done: dict[Action, tuple[float, int]] = {}
+def simulate(orders: Sequence[Order], stages: int, costs: Mapping[str, float]) -> tuple[tuple[Timed, ...], ...]:
+    """When each worker does what, if an action takes its kind's cost and a message no time. ValueError if it hangs."""
+    done: dict[Action, float] = {}
     at = [0] * len(orders)
     clock = [0.0] * len(orders)
     timelines: list[list[Timed]] = [[] for _ in orders]
@@ -180,10 +178,8 @@ def simulate(
                 before = list(needs(action, stages, is_split=is_split))
                 if any(each not in done for each in before):
                     break
-                ready = max((done[b][0] + (send if done[b][1] != worker else 0.0) for b in before), default=0.0)
-                start = max(clock[worker], ready)
-                clock[worker] = start + costs[action.kind]
-                done[action] = clock[worker], worker
+                start = max([clock[worker], *(done[each] for each in before)])
+                done[action] = clock[worker] = start + costs[action.kind]
                 timelines[worker].append(Timed(action, start, clock[worker]))
                 at[worker] += 1
                 moved = True

@@ -1,7 +1,7 @@
 """StagePlanner: how a model is cut into stages for the workers at hand, by agreement of all; and how that is shown."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from potluck.errors import ConfigError
 from potluck.link.grid import Grid
 from potluck.link.link import ask_first
 from potluck.sharding.splitting import free_bytes
-from potluck.stages.plan import Device, Plan, balance
-from potluck.stages.profile import Profile, measure
+from potluck.stages.plan import Device, Layer, Plan, balance
+from potluck.stages.profile import measure
 from potluck.stages.protocol import Stages
 from potluck.stages.schedule import draw, expected_idle_share, per_worker, plan_orders
 from potluck.words import plural
@@ -48,10 +48,10 @@ class StagePlanner:
         """The plan that rank 0 makes from what all workers have measured. Called on every worker."""
         link = self.places.link
         for_s = 0.0 if self.stages.cuts or self.places.workers == 1 else MEASURE_S
-        profile = measure(model, loss, self._sample(dataset, collate), self.device, at_least_s=for_s)
-        seconds = sum(layer.seconds for layer in profile.layers)
+        layers = measure(model, loss, self._sample(dataset, collate), self.device, at_least_s=for_s)
+        seconds = sum(layer.seconds for layer in layers)
         reports = link.gather_rows([seconds, self._free_bytes()])
-        plan = ask_first(link, lambda: self._plan(profile, reports).to_json(), ConfigError)
+        plan = ask_first(link, lambda: self._plan(layers, reports).to_json(), ConfigError)
         return Plan.from_json(plan)
 
     def describe(self, plan: Plan) -> str:
@@ -66,7 +66,7 @@ class StagePlanner:
             summary += f": stages wait at least {idle:.0%} of the time, if they are equal"
         return "\n".join(filter(None, (str(plan), summary, order)))
 
-    def _plan(self, profile: Profile, told: list[list[float]]) -> Plan:
+    def _plan(self, layers: Sequence[Layer], told: list[list[float]]) -> Plan:
         """`told`: of each rank, the seconds that the whole model takes it, and its free memory."""
         workers, each = self.places.workers, per_worker(self.stages.schedule)
         if self.stages.cuts:
@@ -75,7 +75,7 @@ class StagePlanner:
                     f"stages.cuts makes {len(self.stages.cuts) + 1} stages, and there are {workers * each}: {workers}"
                     f" workers to a replica, with {each} each. Give {workers * each - 1} cuts."
                 )
-            return Plan.at(profile, self.stages.cuts)
+            return Plan.at(layers, self.stages.cuts)
         mates = [[row for rank, row in enumerate(told) if self.places.place_of(rank) == n] for n in range(workers)]
         # As fast as the slowest of those who have the place, and with the memory of the smallest.
         devices = [
@@ -85,7 +85,7 @@ class StagePlanner:
             )
             for stage in range(workers * each)
         ]
-        return balance(profile, devices, micro_batches=self.micros, rows=self.rows)
+        return balance(layers, devices, micro_batches=self.micros, rows=self.rows)
 
     def _free_bytes(self) -> float:
         """Return the memory that this worker may fill: on a CPU, its part of what the workers of this machine share."""
