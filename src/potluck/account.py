@@ -161,10 +161,6 @@ def short_stack(thread: int, most: int = 20) -> str:
     return "\n".join(lines)
 
 
-def main_place(thread: int) -> str:
-    return short_stack(thread, 1)
-
-
 def in_words(account: dict[str, Any], said: str = "") -> str:
     """Put an account in words, without its stacks. `said`: what need not be said again."""
     told = [account.get("sentence"), *account.get("lines", [])]

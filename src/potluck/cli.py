@@ -2,8 +2,9 @@
 
 import difflib
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated, get_args
+from typing import Any
 
 import tyro
 
@@ -11,42 +12,39 @@ from potluck import __version__
 from potluck.account import begin as begin_account
 from potluck.account import on_quit
 from potluck.commands.demo import Demo
-from potluck.commands.doctor import Doctor
 from potluck.commands.export import Export
 from potluck.commands.finetune import Chat, Finetune
 from potluck.commands.host import Host, MakeInvite
 from potluck.commands.join import Join, Pause, Resume
+from potluck.commands.looking import Doctor, ReplayRun, WatchRun, Why
 from potluck.commands.push import Push
-from potluck.commands.replay import ReplayRun
 from potluck.commands.train import Run, Train
 from potluck.commands.up import Up
-from potluck.commands.watch import WatchRun
-from potluck.commands.why import Why
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.event_queue import end_process
 from potluck.logs import configure_logs
 from potluck.signals import end_on_sigterm, let_through
 from potluck.words import say
 
-COMMANDS = (
-    Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Finetune, tyro.conf.subcommand("finetune")]
-    | Annotated[Chat, tyro.conf.subcommand("chat")]
-    | Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Host, tyro.conf.subcommand("host")]
-    | Annotated[MakeInvite, tyro.conf.subcommand("invite")]
-    | Annotated[Join, tyro.conf.subcommand("join")]
-    | Annotated[Pause, tyro.conf.subcommand("pause")]
-    | Annotated[Resume, tyro.conf.subcommand("resume")]
-    | Annotated[WatchRun, tyro.conf.subcommand("watch")]
-    | Annotated[Why, tyro.conf.subcommand("why")]
-    | Annotated[ReplayRun, tyro.conf.subcommand("replay")]
-    | Annotated[Up, tyro.conf.subcommand("up")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Push, tyro.conf.subcommand("push")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-)
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "demo": Demo,
+    "train": Train,
+    "finetune": Finetune,
+    "chat": Chat,
+    "run": Run,
+    "host": Host,
+    "invite": MakeInvite,
+    "join": Join,
+    "pause": Pause,
+    "resume": Resume,
+    "watch": WatchRun,
+    "why": Why,
+    "replay": ReplayRun,
+    "up": Up,
+    "export": Export,
+    "push": Push,
+    "doctor": Doctor,
+}
 TRAIN = ("train", "finetune", "run", "host", "join", "up")
 """Commands that a scheduler ends with SIGTERM, and whose last words somebody reads."""
 DESCRIPTION = """Train one PyTorch model on whatever machines people bring.
@@ -85,12 +83,12 @@ def _tell_own() -> None:
 
 def _main() -> int:
     ours, scripts = _split(sys.argv[1:])
-    if ours and not ours[0].startswith("-") and ours[0] not in (names := _names()):
-        near = difflib.get_close_matches(ours[0], names, n=1)
+    if ours and not ours[0].startswith("-") and ours[0] not in COMMANDS:
+        near = difflib.get_close_matches(ours[0], COMMANDS, n=1)
         hint = f" Did you mean potluck {near[0]}?" if near else ""
-        say(f"There is no command {ours[0]!r}.{hint} There are: {', '.join(names)}.")
+        say(f"There is no command {ours[0]!r}.{hint} There are: {', '.join(COMMANDS)}.")
         return ConfigError.exit_code
-    command = tyro.cli(
+    command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         args=ours or ["--help"],
         prog="potluck",
@@ -98,10 +96,6 @@ def _main() -> int:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     return command(*scripts) if isinstance(command, Run | Join | Up) else command()
-
-
-def _names() -> list[str]:
-    return [next(info.name for info in each.__metadata__ if hasattr(info, "name")) for each in get_args(COMMANDS)]
 
 
 TAKES_VALUE = {"-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only", "--out", "--set"}

@@ -341,12 +341,8 @@ Listener = Callable[[Event], None]
 Heard = TypeVar("Heard", bound=Event)
 
 
-def kind_of(event: object) -> str:
-    """StepDone -> step_done."""
-    return name_of(type(event))
-
-
 def name_of(kind: type) -> str:
+    """StepDone -> step_done."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
@@ -421,7 +417,7 @@ def record_of(event: Event, at: float | None = None) -> dict[str, Any]:
     """An event as docs/events.md has it; `at`: when it happened, if not now. JSON has no NaN: a reader of another
     language would stumble over it."""
     told: dict[str, Any] = _finite(asdict(event))
-    return {"event": kind_of(event), "time": round(time.time() if at is None else at, 3), "schema": SCHEMA} | told
+    return {"event": name_of(type(event)), "time": round(time.time() if at is None else at, 3), "schema": SCHEMA} | told
 
 
 def _as_plain(value: Any) -> Any:

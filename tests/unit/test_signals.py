@@ -14,7 +14,7 @@ from potluck import signals
 from potluck.environment import IGNORED
 from potluck.errors import Interrupted
 from potluck.fleet.invite import INVITE, Identity
-from potluck.launch.processes import start_worker
+from potluck.launch.processes import StartedWorkers
 from potluck.signals import on_interrupt
 from potluck.system import signal_apart
 
@@ -83,12 +83,11 @@ def test_a_worker_that_is_told_to_go_while_it_starts_goes_without_a_stack_of_fra
 ) -> None:
     monkeypatch.setenv(INVITE, "potluck://127.0.0.1:1/none")
     (tmp_path / "own.py").write_text("import time; time.sleep(60)")
-    read_end, write_end = os.pipe()
-    worker = start_worker(0, [str(tmp_path / "own.py")], dict(os.environ), tmp_path, read_end)
+    workers = StartedWorkers([str(tmp_path / "own.py")], dict(os.environ))
+    worker = workers.start_rank(0, {})
     signal_apart(worker.process, number)  # Python has not begun to import anything of ours
     assert worker.process.wait(60) == Interrupted.exit_code
-    os.close(read_end)
-    os.close(write_end)
+    workers.close()
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from potluck.account import Told, know, main_place, short_stack, tell_with
+from potluck.account import Told, know, short_stack, tell_with
 from potluck.coded_numbers import Floats, Octets
 from potluck.errors import PotluckError, TheirProtocolError
 from potluck.fleet.connection import Connection, PayloadLayout, part_of
@@ -133,7 +133,7 @@ class Client:
             lines += [f"The connection is lost: {session.lost}."] if session.lost is not None else []
         if (since := self._waits_since) is not None:
             return f"{self.name} waits for the host at {self._address}, for {duration(now - since)}.", lines
-        here = main_place(self._trainer)
+        here = short_stack(self._trainer, 1)
         return f"{self.name} computes, for {duration(now - self._moved_at)}{f', at {here}' if here else ''}.", lines
 
     def return_to(self, patience_s: float) -> None:

@@ -93,27 +93,16 @@ def launch(command: list[str], config: WorkersConfig, only: int | None = None, s
     check_room(config.count if only is None else 1)
     if only is not None and not 0 <= only < config.count:
         raise ConfigError(f"--only takes one of the workers 0 to {config.count - 1}, not {only}.")
-    with tempfile.TemporaryDirectory(prefix="potluck-") as folder:
-        read_end, write_end = os.pipe()
-        team: list[Worker] = []
-        try:
-            if span is None:
-                group = group_environment(config.count, Path(folder) / "rendezvous")
-            else:
-                group = span.environment()
-            environment = worker_environment(config) | group
-            environment |= {PARENT_PIPE: heard_by(read_end)}
-            if only is not None:
-                environment |= {ONLY: "1", "LOCAL_WORLD_SIZE": "1"}
-            begin = span.first if span is not None else 0
-            first = span.place - begin if span is not None else 0
-            for rank in range(begin, begin + config.count) if only is None else [only]:
-                team.append(start_worker(rank, command, environment, Path(folder), read_end, first=first))
-            return _watch(team)
-        finally:
-            end_workers(team, KILL)
-            os.close(read_end)
-            os.close(write_end)
+    workers = StartedWorkers(command, worker_environment(config))
+    with contextlib.ExitStack() as stack:
+        stack.callback(workers.close, KILL)
+        group = span.environment() if span else group_environment(config.count, workers.folder / "rendezvous")
+        if only is not None:
+            group |= {ONLY: "1", "LOCAL_WORLD_SIZE": "1"}
+        begin, first = (span.first, span.place - span.first) if span else (0, 0)
+        for rank in range(begin, begin + config.count) if only is None else [only]:
+            workers.start_rank(rank, group, first=first)
+        return _watch(workers.ranks)
 
 
 def worker_environment(config: WorkersConfig) -> dict[str, str]:
@@ -139,29 +128,50 @@ def group_environment(count: int, rendezvous: Path) -> dict[str, str]:
     }
 
 
-def start_worker(
-    rank: int, command: list[str], shared: dict[str, str], folder: Path, read_end: int, *, first: int = 0, of: str = ""
-) -> Worker:
-    """`first`: the place on this machine of its group's rank 0; `of`: whose further rank it is, if it is one."""
-    last_words = folder / f"last-words-{of}{rank}"
-    is_alone = ONLY in shared
-    place = 0 if is_alone else first + rank
-    environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(place), LAST_WORDS: str(last_words)}
-    speaks_freely = rank == 0 or is_alone  # it has the terminal; the others' lines are marked with their rank
-    with held_back():
-        process = subprocess.Popen(
-            [sys.executable, "-m", "potluck.launch.worker", *command],
-            env=environment,
-            stdout=None if speaks_freely else subprocess.PIPE,
-            stderr=None if speaks_freely else subprocess.STDOUT,
-            **start_apart(read_end),  # Ctrl-C reaches us alone, and we pass it on exactly once
-        )
-    forwarder = None
-    if process.stdout is not None:
-        # A thread each: a pipe that nobody reads fills up, and then the worker stands still.
-        forwarder = threading.Thread(target=_forward, args=(process.stdout, f"{of}{rank}"), daemon=True)
-        forwarder.start()
-    return Worker(rank, process, last_words, forwarder)
+class StartedWorkers:
+    """Processes that end with this one, however it ends, and all of them with close()."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        """`command`: for potluck.launch.worker. `environment`: what all of them have."""
+        self.ranks: list[Worker] = []
+        self._command = command
+        self._temporary = tempfile.TemporaryDirectory(prefix="potluck-")
+        self.folder = Path(self._temporary.name)
+        self._read_end, self._write_end = os.pipe()
+        self._environment = environment | {PARENT_PIPE: heard_by(self._read_end)}
+
+    def start_rank(self, rank: int, more: dict[str, str], *, first: int = 0, of: str = "") -> Worker:
+        """`first`: the place on this machine of its group's rank 0; `of`: whose further rank it is, if it is one."""
+        last_words, environment = self.folder / f"last-words-{of}{rank}", self._environment | more
+        is_alone = ONLY in environment
+        place = 0 if is_alone else first + rank
+        own = {"RANK": str(rank), "LOCAL_RANK": str(place), LAST_WORDS: str(last_words)}
+        speaks_freely = rank == 0 or is_alone  # it has the terminal; the others' lines are marked with their rank
+        with held_back():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "potluck.launch.worker", *self._command],
+                env=environment | own,
+                stdout=None if speaks_freely else subprocess.PIPE,
+                stderr=None if speaks_freely else subprocess.STDOUT,
+                **start_apart(self._read_end),  # Ctrl-C reaches us alone, and we pass it on exactly once
+            )
+        forwarder = None
+        if process.stdout is not None:
+            # A thread each: a pipe that nobody reads fills up, and then the worker stands still.
+            forwarder = threading.Thread(target=_forward, args=(process.stdout, f"{of}{rank}"), daemon=True)
+            forwarder.start()
+        self.ranks.append(Worker(rank, process, last_words, forwarder))
+        return self.ranks[-1]
+
+    @property
+    def is_alive(self) -> bool:
+        return any(rank.is_alive for rank in self.ranks)
+
+    def close(self, first: signal.Signals = signal.SIGTERM) -> None:
+        end_workers(self.ranks, first)
+        os.close(self._read_end)
+        os.close(self._write_end)
+        self._temporary.cleanup()
 
 
 def _forward(stream: IO[bytes], who: str) -> None:
@@ -307,16 +317,13 @@ class Team:
         return next(iter(failed or [rank for rank in self.ranks if rank.code]), self.ranks[0])
 
 
-class WorkerPool:
+class WorkerPool(StartedWorkers):
     def __init__(self, command: list[str], config: WorkersConfig, environment: dict[str, str]) -> None:
         check_room(config.count)
-        self._command = command
-        self._folder = tempfile.TemporaryDirectory(prefix="potluck-")
-        self._read_end, self._write_end = os.pipe()
-        self._environment = worker_environment(config) | environment | {PARENT_PIPE: heard_by(self._read_end)}
+        super().__init__(command, worker_environment(config) | environment)
         self._environment |= {RANKS: str(config.ranks)} if config.ranks is not None else {}
         if INVITE in environment:  # in a file: what is in an environment is in whatever shows one
-            write_whole(place := Path(self._folder.name) / "invite", environment[INVITE] + "\n", 0o600)
+            write_whole(place := self.folder / "invite", environment[INVITE] + "\n", 0o600)
             self._environment[INVITE] = str(place)
         for name in (RENDEZVOUS, "WORLD_SIZE"):  # of a group that started us: our workers are in none
             self._environment.pop(name, None)
@@ -324,26 +331,14 @@ class WorkerPool:
 
     def start(self, names: list[str]) -> None:
         for number, name in enumerate(names):
-            request = Request(Path(self._folder.name) / f"ranks-{number}")
-            environment = self._environment | {"POTLUCK_NAME": name, "LOCAL_WORLD_SIZE": str(len(names))}
-            first = self._start(number, environment | {NODE: str(request.place)})
+            request = Request(self.folder / f"ranks-{number}")
+            environment = {"POTLUCK_NAME": name, "LOCAL_WORLD_SIZE": str(len(names))}
+            first = self.start_rank(number, environment | {NODE: str(request.place)})
             self._teams.append(Team([first], environment, request))
-
-    def _start(self, rank: int, environment: dict[str, str], first: int = 0, of: str = "") -> Worker:
-        folder = Path(self._folder.name)
-        return start_worker(rank, self._command, environment, folder, self._read_end, first=first, of=of)
-
-    @property
-    def is_alive(self) -> bool:
-        return any(team.is_alive for team in self._teams)
 
     @property
     def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks if rank.is_alive]
-
-    @property
-    def _ranks(self) -> list[Worker]:
-        return [rank for team in self._teams for rank in team.ranks]
+        return [rank.process.pid for rank in self.ranks if rank.is_alive]
 
     def news(self) -> list[tuple[Worker, str]]:
         """Workers that have ended since this was last asked, and what became of each, as a sentence.
@@ -366,21 +361,15 @@ class WorkerPool:
         group = group_environment(ranks, team.request.place.with_suffix(".rendezvous"))
         group["LOCAL_WORLD_SIZE"] = str(ranks * len(self._teams))
         for rank in range(1, ranks):
-            team.ranks.append(self._start(rank, team.environment | group, first, f"{number}."))
+            team.ranks.append(self.start_rank(rank, team.environment | group, first=first, of=f"{number}."))
         team.request.answer(group | {"RANK": "0", "LOCAL_RANK": str(first)})
 
     def interrupt(self) -> None:
-        pass_on(signal.SIGINT, self._ranks)
+        pass_on(signal.SIGINT, self.ranks)
 
     def kill(self) -> None:
         """Kill all workers at once, whatever they do: others are given their work."""
-        end_workers(self._ranks, KILL)
-
-    def close(self) -> None:
-        end_workers(self._ranks, signal.SIGTERM)
-        os.close(self._read_end)
-        os.close(self._write_end)
-        self._folder.cleanup()
+        end_workers(self.ranks, KILL)
 
 
 def tell_end(team: Team) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from potluck import Engine, init
+from potluck import init
 from potluck.composition import ranks_per_worker
 from potluck.config import from_dict, parse_toml
 from potluck.engine.start import Joined
@@ -31,21 +31,20 @@ def main(arguments: list[str]) -> None:
     args = from_dict(TrainArgs, json.loads(arguments[0]), "the arguments")
     text, source = find_recipe(args.recipe)
     config = read_recipe(text, source, tuple(args.settings))
-    options: dict[str, Any] = {"stages": config.stages, "step": config.step, "wire": config.wire}
-    with init(config.policy, config.strategy, **options, patience_s=config.workers.patience_s) as engine:
+    with init(config.policy, config.strategy, **_options(config), patience_s=config.workers.patience_s) as engine:
         keeps_folder = engine.keeps_folder and args.summary != "none"
         if isinstance(config, RunConfig):
-            _train_built_in(config, args, engine, shows=keeps_folder)
+            told, model = train_recipe(config, args, engine)
+            if keeps_folder:
+                show_summary(told, model, args, epochs=config.fit.epochs, is_split=engine.is_split)
             return
         summary = train_finetune(config, args, engine)
     if keeps_folder:  # the model of the run is gone by now, and its memory is free
         show_result(summary, config)
 
 
-def _train_built_in(config: RunConfig, args: TrainArgs, engine: Engine, *, shows: bool) -> None:
-    summary, model = train_recipe(config, args, engine)
-    if shows:
-        show_summary(summary, model, args, epochs=config.fit.epochs, is_split=engine.is_split)
+def _options(config: RecipeConfig) -> dict[str, Any]:
+    return {"stages": config.stages, "step": config.step, "wire": config.wire}
 
 
 def finish(arguments: list[str]) -> None:
@@ -85,8 +84,7 @@ def join(arguments: list[str]) -> None:
         if isinstance(config, FinetuneConfig) and not any(setting.startswith("model.hf=") for setting in settings):
             config = _with_own_base(config)
         _check_little(config)
-        options: dict[str, Any] = {"stages": config.stages, "step": config.step, "wire": config.wire}
-        made = joined.engine(config.policy, config.strategy, **options)
+        made = joined.engine(config.policy, config.strategy, **_options(config))
     except BaseException:
         joined.close()
         raise

@@ -53,20 +53,11 @@ def _main() -> int:
 
 
 def _run(arguments: list[str]) -> None:
-    if arguments[0] == "--recipe":
-        from potluck.launch.recipes import main as train_recipe
+    if arguments[0] in ("--recipe", "--join", "--finish"):
+        from potluck.launch import recipes
 
-        train_recipe(arguments[1:])
-        return
-    if arguments[0] == "--join":
-        from potluck.launch.recipes import join
-
-        join(arguments[1:])
-        return
-    if arguments[0] == "--finish":
-        from potluck.launch.recipes import finish
-
-        finish(arguments[1:])
+        calls = {"--recipe": recipes.main, "--join": recipes.join, "--finish": recipes.finish}
+        calls[arguments[0]](arguments[1:])
         return
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

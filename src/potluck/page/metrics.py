@@ -55,16 +55,13 @@ def _families(fold: Fold, now: Record, time: float) -> Iterator[tuple[str, str, 
 
 def _of_workers(fold: Fold, now: Record, time: float) -> Iterator[tuple[str, str, str, Values]]:
     rows = {id: row for id, row in rows_of(fold, now).items() if row[13]}
-    places = {"share": 3, "samples_per_second": 4, "busy": 5, "waiting": 6}
-    words = {
-        "share": ("potluck_worker_share_ratio", "Its part of the rows of the last step."),
-        "samples_per_second": ("potluck_worker_samples_per_second", "While it computes."),
-        "busy": ("potluck_worker_busy_ratio", "Of its time, computing."),
-        "waiting": ("potluck_worker_waiting_ratio", "Of its time, waiting for the others."),
-    }
-    for key, place in places.items():
-        name, text = words[key]
-        yield name, "gauge", text, [(_label(id, row), row[place]) for id, row in rows.items()]
+    for name, place, text in (
+        ("share_ratio", 3, "Its part of the rows of the last step."),
+        ("samples_per_second", 4, "While it computes."),
+        ("busy_ratio", 5, "Of its time, computing."),
+        ("waiting_ratio", 6, "Of its time, waiting for the others."),
+    ):
+        yield f"potluck_worker_{name}", "gauge", text, [(_label(id, row), row[place]) for id, row in rows.items()]
     silent: Values = [(_label(id, row), round(max(0.0, time - row[11]), 1)) for id, row in rows.items()]
     yield "potluck_worker_silence_seconds", "gauge", "Since it was last heard of.", silent
 

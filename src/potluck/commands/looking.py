@@ -1,4 +1,4 @@
-"""`potluck replay`."""
+"""`potluck watch`, `potluck why`, `potluck replay` and `potluck doctor`: they look at a run, or at this machine."""
 
 import time
 from dataclasses import dataclass
@@ -8,7 +8,46 @@ from typing import Annotated
 import tyro
 
 from potluck.errors import ConfigError
+from potluck.launch.options import Page
 from potluck.words import duration
+
+
+@dataclass
+class WatchRun:
+    """Show the live page of a run: of its folder, finished or running, or of a host elsewhere by its invite.
+
+    It only shows. Whoever watches takes no part in the run, and does not slow it.
+    """
+
+    what: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(metavar="RUN|INVITE", help="A run folder; or the line that `potluck host` printed, or its file."),
+    ]
+    page: Page = None
+
+    def __call__(self) -> int:
+        from potluck.launch.watch import watch
+
+        return watch(self.what, self.page)
+
+
+@dataclass
+class Why:
+    """Say who waits for whom in a run that seems to hang, what is owed, and where each process is.
+
+    Asks those of its processes that are yours and on this machine, and does not disturb them. Ctrl-\\ in the terminal
+    of a run, or kill -QUIT to one of its processes, says the same there.
+    """
+
+    run: Annotated[
+        tyro.conf.Positional[str | None],
+        tyro.conf.arg(metavar="[RUN]", help="A run folder.", help_behavior_hint="(default: all of yours here)"),
+    ] = None
+
+    def __call__(self) -> int:
+        from potluck.launch.why import why
+
+        return why(self.run)
 
 
 @dataclass
@@ -45,3 +84,13 @@ class ReplayRun:
         for line in tell_owed(done.core, done.clock):
             print(f"  {line}")
         return 1 if done.difference else 0
+
+
+@dataclass
+class Doctor:
+    """Say what this machine brings, and what is wrong, with the fix."""
+
+    def __call__(self) -> int:
+        from potluck.doctor import examine
+
+        return examine()
