@@ -26,44 +26,6 @@ _abandoned: list[str] = []
 """Outlets whose threads still stand in a write, and will until the process ends."""
 
 
-class EventQueue:
-    """Items that wait, each with the time at which it came. Its owner locks it."""
-
-    def __init__(self, most: int) -> None:
-        """`most`: how many records may wait; each worker of a step counts as one too."""
-        self.left_out = 0
-        self._most, self.weight = most, 0
-        self.items: deque[tuple[float, Item]] = deque()
-
-    def append(self, item: Item) -> None:
-        self.items.append((time.time(), item))
-        self.weight += _weight(item)
-        while self.weight > self._most and self._leave_one_out():
-            pass
-
-    def popleft(self) -> tuple[float, Item]:
-        at, item = self.items.popleft()
-        self.weight -= _weight(item)
-        return at, item
-
-    def clear(self) -> None:
-        self.items.clear()
-        self.weight = 0
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def _leave_one_out(self) -> bool:
-        """Drops the oldest; but everybody must hear of the beginning and of the end."""
-        for place, (_, item) in enumerate(self.items):
-            if isinstance(item, Event) and not isinstance(item, RunStarted | RunEnded):
-                del self.items[place]
-                self.weight -= _weight(item)
-                self.left_out += 1
-                return True
-        return False
-
-
 def _weight(item: Item) -> int:
     return 1 + len(item.workers) if isinstance(item, StepDone) else 1
 
@@ -79,12 +41,14 @@ class Outlet:
         most: int,
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """`listener` gets each event with the time at which it happened. Where it fails, nothing more is passed on."""
+        """`listener` gets each event with the time at which it happened. Where it fails, nothing more is passed on.
+        `most`: how many records may wait; each worker of a step counts as one too."""
         self.name = name
         self.error: BaseException | None = None
         self._listener, self._on_failure = listener, on_failure
         self._changed = threading.Condition()  # reentrant: a signal's handler may say something at any moment
-        self._queue = EventQueue(most)
+        self._waiting: deque[tuple[float, Item]] = deque()
+        self._most, self._weight, self._left_out = most, 0, 0
         self._done = 0
         self._is_busy = self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"to {name}", daemon=True)
@@ -100,14 +64,27 @@ class Outlet:
     def _put(self, item: Item) -> None:
         with self._changed:
             if self.error is None and not self._is_closing:
-                self._queue.append(item)
+                self._waiting.append((time.time(), item))
+                self._weight += _weight(item)
+                while self._weight > self._most and self._leave_one_out():
+                    pass
                 self._changed.notify_all()
+
+    def _leave_one_out(self) -> bool:
+        """Drops the oldest; but everybody must hear of the beginning and of the end."""
+        for place, (_, item) in enumerate(self._waiting):
+            if isinstance(item, Event) and not isinstance(item, RunStarted | RunEnded):
+                del self._waiting[place]
+                self._weight -= _weight(item)
+                self._left_out += 1
+                return True
+        return False
 
     def drain(self, still_s: float) -> bool:
         """Waits until all is passed on; False once nothing was for this long, as where a terminal is stopped."""
         with self._changed:
             done, until = self._done, time.monotonic() + still_s
-            while self._queue or self._is_busy:
+            while self._waiting or self._is_busy:
                 if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
                     return False
                 if self._done != done:
@@ -119,7 +96,7 @@ class Outlet:
         is_drained = self.drain(still_s)
         with self._changed:
             self._is_closing = True
-            self._queue.clear()
+            self._waiting.clear()
             self._changed.notify_all()
         if not is_drained:
             _abandoned.append(self.name)
@@ -129,7 +106,7 @@ class Outlet:
         left_out_before = 0
         while (taken := self._next()) is not None:
             try:
-                if (left_out := self._queue.left_out) > left_out_before:
+                if (left_out := self._left_out) > left_out_before:
                     left_out_before, missing = left_out, left_out - left_out_before
                     why = f"{self.name} stood still, and {plural(missing, 'event')} before this one were left out."
                     self._listener(Noticed(sentence=why), taken[0])
@@ -144,7 +121,7 @@ class Outlet:
             except (Exception, SystemExit) as error:  # SystemExit: rich's answer to a pipe that nobody reads any more
                 with self._changed:
                     self.error = error
-                    self._queue.clear()
+                    self._waiting.clear()
                 self._on_failure(error)
             with self._changed:
                 self._is_busy = False
@@ -153,11 +130,13 @@ class Outlet:
 
     def _next(self) -> tuple[float, Item] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_closing)
-            if not self._queue:
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            if not self._waiting:
                 return None
             self._is_busy = True
-            return self._queue.popleft()
+            at, item = self._waiting.popleft()
+            self._weight -= _weight(item)
+            return at, item
 
 
 def end_process(code: int) -> NoReturn:

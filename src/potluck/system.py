@@ -116,16 +116,6 @@ def signal_apart(process: subprocess.Popen[bytes], number: int) -> None:
         process.terminate()
 
 
-def children_of(pid: int) -> list[int]:
-    """Processes that it has started and that still run."""
-    import psutil  # only where it is asked for: every command imports this module
-
-    try:
-        return sorted(child.pid for child in psutil.Process(pid).children())
-    except psutil.NoSuchProcess:
-        return []
-
-
 def started_at(pid: int) -> str:
     """Say when a process of ours was started, in a way that no other of its number shares; empty: it is not there any
     more, or is somebody else's."""

@@ -48,7 +48,7 @@ def proof(time: float, epoch: int, used: int = 360) -> dict[str, Any]:
 
 
 def ended(time: float, reason: str = "finished") -> dict[str, Any]:
-    return at(time, "run_ended", reason=reason, step=30)
+    return at(time, "run_ended", reason=reason, step=30, seconds=9.0)
 
 
 def heard(story: FleetStory, *records: dict[str, Any]) -> str:
@@ -73,7 +73,7 @@ def test_a_killed_worker_is_told_of_by_what_the_events_show() -> None:
     assert told.text == "joiner-2 is killed (-9), after step 4."
     assert heard(story, done(7.6, 5, 11, 12)) == "", "a step that it still had its part in tells nothing of the others"
     assert heard(story, went(7.8, 12, polite=False), done(8.0, 6, 11)).splitlines() == [
-        "joiner-2 is gone: it closed the connection. 1 worker now.",
+        "joiner-2 is lost (it closed the connection); 1 worker now.",
         "Step 6 is done 0.5 s after the kill, by joiner-1. No step was lost, and none was done twice.",
     ]
     assert heard(story, done(9, 7, 11)) == ""

@@ -12,8 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from potluck.errors import PotluckError
-from potluck.system import HAS_GROUPS, KILL, children_of
+from potluck.system import HAS_GROUPS
 from potluck.waiting import wait_until
 
 GRACE_S = 5.0
@@ -57,10 +59,9 @@ class Child:
     def kill(self) -> float:
         """-9: what computes first, then what has started it, before either can say a word. Returns when."""
         self.is_doomed = True
-        computing = children_of(self.process.pid)
+        computing = _started_by(self.process)
         at = time.time()
-        for pid in computing:
-            _signal(pid, KILL)
+        _kill(computing)
         self.process.kill()
         self.process.wait()
         return at
@@ -103,7 +104,7 @@ class Children:
     def __exit__(self, *exception: object) -> None:
         """Politely first: a worker that leaves, or a host that saves, ends its own. Another Ctrl-C ends all now."""
         living = [child for child in self._all if not child.has_ended]
-        computing = [pid for child in living for pid in children_of(child.process.pid)]
+        computing = [process for child in living for process in _started_by(child.process)]
         try:
             for child in living:
                 child.is_doomed = True
@@ -113,18 +114,16 @@ class Children:
             for child in living:
                 child.process.kill()
                 child.process.wait()
-            for pid in filter(_is_ours, computing):
-                _signal(pid, KILL)
+            _kill(computing)
 
 
-def _is_ours(pid: int) -> bool:
-    """Whether it still leads the session that our child has made for it: a number may be another's by now."""
-    try:
-        return HAS_GROUPS and os.getsid(pid) == pid and b"potluck" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+def _started_by(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(psutil.Process(process.pid).children())
+    return []
 
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended; psutil knows if its number is another's by now
+            process.kill()

@@ -26,7 +26,8 @@ from potluck.page.reader import EVENTS
 from potluck.save import checkpoint_folder
 from potluck.save.export import write_plain
 from potluck.save.run_folder import holds_run, make_run_folder
-from potluck.show.fleet_story import Comparison, FleetStory, Progression, Record, StoryLine, together
+from potluck.show.fleet_story import Comparison, FleetStory, Progression, StoryLine, together
+from potluck.show.sentences import Record
 from potluck.signals import END, handling
 from potluck.train.arguments import TrainArgs, find_recipe, workers_of
 from potluck.waiting import POLL_S

@@ -6,11 +6,9 @@ only what a record has shown.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from potluck.show.sentences import STYLES, Record, sentence_of
 from potluck.words import count, plural
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +112,14 @@ class FleetStory:
                 return self._started(record)
             case "step_done":
                 return self._stepped(record)
-            case "epoch_done":
-                return [(record["sentence"], "" if record["used"] == record["total"] else "red")]
-            case "went_back":
-                return [(f"The run goes back from step {record['from_step']} to step {record['step']}.", "yellow")]
-            case "stalled":
-                return [(f"{self.shown(record['name'])} keeps the others waiting: {record['doing']}.", "yellow")]
-            case "run_ended":
-                return [(f"The run has ended after step {record['step']}: {record['reason']}.", "bold")]
+            case "epoch_done" | "went_back" | "stalled" | "run_ended":
+                return self._as_elsewhere(record)
         return []
+
+    def _as_elsewhere(self, record: Record) -> list[tuple[str, str]]:
+        """Tell it as the terminal and the page of a run do."""
+        told = sentence_of(record | {"name": self.shown(str(record.get("name")))})
+        return [(told.text, STYLES[told.tone])] if told is not None else []
 
     def _came(self, record: Record) -> list[tuple[str, str]]:
         name, now = self.shown(record["name"]), plural(record["workers"], "worker")
@@ -136,14 +133,14 @@ class FleetStory:
         return [(f"{name} joins in the middle of the run, after step {self.run.step}; {now} now.", "green")]
 
     def _went(self, record: Record) -> list[tuple[str, str]]:
-        name, now = self.shown(record["name"]), plural(record["workers"], "worker")
+        name = self.shown(record["name"])
         self.present = [each for each in self.present if each != name]
         if record["polite"]:
             return []
         for kill in self.kills:
             if kill.name == name and not kill.is_host:
                 kill.is_noticed = True
-        return [(f"{name} is gone: {record['reason']}. {now} now.", "")]
+        return self._as_elsewhere(record)
 
     def _started(self, record: Record) -> list[tuple[str, str]]:
         kill = self._last_kill(is_host=True)

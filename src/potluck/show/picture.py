@@ -1,7 +1,6 @@
 """Pictures of a run, drawn from its events.jsonl; and its timeline: who computed when, and who waited."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +66,16 @@ class Timeline:
 
     def means_over(self, rows: int) -> list[TimeMean]:
         """The losses, averaged over at least this many rows each, so that two runs can be compared."""
-        return list(_means_over(self.losses, rows))
+        means: list[TimeMean] = []
+        taken: list[TimeMean] = []
+        left = sum(mean.rows for mean in self.losses)
+        for mean in self.losses:
+            taken.append(mean)
+            left -= mean.rows
+            if sum(part.rows for part in taken) >= rows and left >= rows / 2:  # a mean over few rows would say little
+                means.append(_joined(taken))
+                taken = []
+        return [*means, _joined(taken)] if taken else means
 
 
 def read_timeline(events: Path) -> Timeline:
@@ -139,19 +147,6 @@ def _add_step(timeline: Timeline, record: dict[str, Any], now_s: float) -> None:
     timeline.losses.append(TimeMean(start_s, now_s, rows, record["loss"]))
     timeline.rows += rows
     timeline.seconds = now_s
-
-
-def _means_over(losses: list[TimeMean], rows: int) -> Iterator[TimeMean]:
-    taken: list[TimeMean] = []
-    left = sum(mean.rows for mean in losses)
-    for mean in losses:
-        taken.append(mean)
-        left -= mean.rows
-        if sum(part.rows for part in taken) >= rows and left >= rows / 2:  # a mean over few rows would say little
-            yield _joined(taken)
-            taken = []
-    if taken:
-        yield _joined(taken)
 
 
 def _joined(parts: list[TimeMean]) -> TimeMean:

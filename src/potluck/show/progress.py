@@ -26,14 +26,12 @@ from potluck.events import (
     WorkerStep,
     record_of,
 )
-from potluck.show.sentences import sentence_of
+from potluck.show.sentences import STYLES, sentence_of
 from potluck.words import count, duration, plural
 
 LINE_EVERY_S = 5.0
 """Seconds between two lines without a terminal, at least."""
 RECENT_STEPS = 20
-STYLES = {"plain": "cyan", "good": "green", "notice": "yellow", "bad": "red"}
-"""The colour of each tone of a sentence."""
 
 
 class Progress:

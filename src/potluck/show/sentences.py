@@ -8,6 +8,8 @@ Record = dict[str, Any]
 """One event, as events.jsonl has it."""
 
 
+STYLES = {"plain": "cyan", "good": "green", "notice": "yellow", "bad": "red"}
+"""The colour of each tone of a sentence, in a terminal."""
 STACK_SHOWN = 3
 """The most calls that are shown of a worker that is stuck."""
 
