@@ -13,6 +13,7 @@ from potluck.errors import ConfigError
 from potluck.launch.notices import (
     ADDRESS,
     AZURE_TAG,
+    PROVIDERS,
     WATCHES,
     Notice,
     check_watch,
@@ -121,7 +122,7 @@ def test_aws_is_asked_with_a_token_and_a_raised_risk_is_only_said(monkeypatch: p
             return 200, '{"noticeTime": "2026-01-02T08:20:00Z"}'
         return (200, '{"action": "terminate", "time": "2026-01-02T08:22:00Z"}') if said else (404, "")
 
-    monkeypatch.setattr("potluck.launch.notices.Aws.every_s", 0.01)
+    monkeypatch.setitem(PROVIDERS, "aws", (PROVIDERS["aws"][0], 0.01))
     with service(answer, monkeypatch) as asked, closing(start_watch("aws", said.append)) as watch:
         assert wait_until(lambda: watch.notice is not None, 20)
     assert watch.notice == Notice("AWS spot", AT)

@@ -8,12 +8,11 @@ import http.client
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import ClassVar
 
 from potluck.errors import ConfigError
 from potluck.files import table_in
@@ -121,94 +120,73 @@ def _http_date(text: object) -> float | None:
 # Asking
 
 
-@dataclass
-class Metadata:
-    """One provider's service, by plain HTTP on the machine's own link: no proxy, and no redirect is followed."""
+def ask(
+    path: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S
+) -> tuple[str, str] | None:
+    """Ask the machine's metadata service, by plain HTTP on its own link: no proxy, and no redirect is followed.
 
-    address: str
-    port: int = 80
-
-    def ask(
-        self, path: str, headers: Mapping[str, str], *, method: str = "GET", timeout_s: float = TIMEOUT_S
-    ) -> tuple[str, str] | None:
-        """The answer and its tag; none where there is nothing at this path, or nobody answers."""
-        connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
-        try:
-            connection.request(method, path, headers=dict(headers))
-            response = connection.getresponse()
-            text = response.read(MOST_BYTES).decode("utf-8", errors="replace")
-            return (text, response.getheader("ETag") or "") if response.status == 200 else None
-        except (OSError, http.client.HTTPException):  # it is asked again soon: one answer may be missed
-            return None
-        finally:
-            connection.close()
-
-
-@dataclass
-class Aws:
-    service: Metadata
-    say: Callable[[str], None]
-    every_s: ClassVar[float] = 5.0
-    _token: str = ""
-    _token_until: float = 0.0
-    _has_warned: bool = False
-
-    def ask(self) -> Notice | None:
-        if time.monotonic() > self._token_until:
-            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
-            answer = self.service.ask("/latest/api/token", ttl, method="PUT")
-            if answer is None:
-                return None
-            self._token, self._token_until = answer[0].strip(), time.monotonic() + TOKEN_S / 2
-        headers = {"X-aws-ec2-metadata-token": self._token}
-        answer = self.service.ask("/latest/meta-data/spot/instance-action", headers)
-        if answer is not None and (notice := read_aws(answer[0])) is not None:
-            return notice
-        risk = self.service.ask("/latest/meta-data/events/recommendations/rebalance", headers)
-        if risk is not None and read_aws_risk(risk[0]) and not self._has_warned:
-            self._has_warned = True
-            self.say("AWS says that this spot machine may soon be taken back. It works until the notice comes.")
+    Returns the answer and its tag; none where there is nothing at this path, or nobody answers.
+    """
+    host, _, port = os.environ.get(ADDRESS, METADATA).partition(":")
+    connection = http.client.HTTPConnection(host, int(port or 80), timeout=timeout_s)
+    try:
+        connection.request(method, path, headers=dict(headers))
+        response = connection.getresponse()
+        text = response.read(MOST_BYTES).decode("utf-8", errors="replace")
+        return (text, response.getheader("ETag") or "") if response.status == 200 else None
+    except (OSError, http.client.HTTPException):  # it is asked again soon: one answer may be missed
         return None
+    finally:
+        connection.close()
 
 
-@dataclass
-class Gcp:
-    service: Metadata
-    say: Callable[[str], None]
-    every_s: ClassVar[float] = 1.0
-    _tag: str = ""
+def ask_aws(say: Callable[[str], None]) -> Iterator[Notice | None]:
+    token, token_until, has_warned = "", 0.0, False
+    while True:
+        if time.monotonic() > token_until:
+            ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
+            if (answer := ask("/latest/api/token", ttl, method="PUT")) is None:
+                yield None
+                continue
+            token, token_until = answer[0].strip(), time.monotonic() + TOKEN_S / 2
+        headers = {"X-aws-ec2-metadata-token": token}
+        answer = ask("/latest/meta-data/spot/instance-action", headers)
+        if answer is not None and (notice := read_aws(answer[0])) is not None:
+            yield notice
+        risk = ask("/latest/meta-data/events/recommendations/rebalance", headers)
+        if risk is not None and read_aws_risk(risk[0]) and not has_warned:
+            has_warned = True
+            say("AWS says that this spot machine may soon be taken back. It works until the notice comes.")
+        yield None
 
-    def ask(self) -> Notice | None:
-        """The first answer comes at once; each later one when it changes, or after a while."""
-        waiting = f"?wait_for_change=true&timeout_sec={WAIT_S}&last_etag={self._tag}" if self._tag else ""
+
+def ask_gcp(say: Callable[[str], None]) -> Iterator[Notice | None]:
+    """The first answer comes at once; each later one when it changes, or after a while."""
+    tag = ""
+    while True:
+        waiting = f"?wait_for_change=true&timeout_sec={WAIT_S}&last_etag={tag}" if tag else ""
         path = f"/computeMetadata/v1/instance/preempted{waiting}"
-        found = self.service.ask(path, {"Metadata-Flavor": "Google"}, timeout_s=WAIT_S + TIMEOUT_S)
-        self._tag = found[1] if found is not None and found[1].isalnum() else ""
-        return read_gcp(found[0], time.time()) if found is not None else None
+        answer = ask(path, {"Metadata-Flavor": "Google"}, timeout_s=WAIT_S + TIMEOUT_S)
+        tag = answer[1] if answer is not None and answer[1].isalnum() else ""
+        yield read_gcp(answer[0], time.time()) if answer is not None else None
 
 
-@dataclass
-class Azure:
-    service: Metadata
-    say: Callable[[str], None]
-    every_s: ClassVar[float] = 2.0
-    _name: str = ""
-    _is_first: bool = True
-
-    def ask(self) -> Notice | None:
-        headers = {"Metadata": "true"}
-        if not self._name:
-            answer = self.service.ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)
-            if answer is None:
-                return None
-            self._name = answer[0].strip()
-        timeout_s = FIRST_TIMEOUT_S if self._is_first else TIMEOUT_S
-        answer = self.service.ask("/metadata/scheduledevents?api-version=2020-07-01", headers, timeout_s=timeout_s)
-        self._is_first &= answer is None
-        return read_azure(answer[0], self._name) if answer is not None else None
+def ask_azure(say: Callable[[str], None]) -> Iterator[Notice | None]:
+    headers, timeout_s = {"Metadata": "true"}, FIRST_TIMEOUT_S
+    while (name := ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers)) is None:
+        yield None
+    while True:
+        answer = ask("/metadata/scheduledevents?api-version=2020-07-01", headers, timeout_s=timeout_s)
+        timeout_s = TIMEOUT_S if answer is not None else timeout_s
+        yield read_azure(answer[0], name[0].strip()) if answer is not None else None
 
 
-PROVIDERS: dict[str, type[Aws] | type[Gcp] | type[Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
+PROVIDERS: dict[str, tuple[Callable[[Callable[[str], None]], Iterator[Notice | None]], float]] = {
+    "aws": (ask_aws, 5.0),
+    "gcp": (ask_gcp, 1.0),
+    "azure": (ask_azure, 2.0),
+}
+"""How each is asked, and how many seconds after an answer it is asked again."""
 METADATA = "169.254.169.254"
 """Address of all three services; it leads no further than the machine's own link."""
 WATCHES = ("off", "auto", *PROVIDERS)
@@ -227,8 +205,8 @@ def start_watch(watch: str, say: Callable[[str], None]) -> "NoticeWatch":
         say("The firmware of this machine names no cloud that gives notices; SIGTERM and SIGUSR1 are heard.")
     notices = NoticeWatch()
     if provider is not None:
-        host, _, port = os.environ.get(ADDRESS, METADATA).partition(":")
-        notices.start(PROVIDERS[provider](Metadata(host, int(port or 80)), say))
+        answers, every_s = PROVIDERS[provider]
+        notices.start(answers(say), every_s)
     return notices
 
 
@@ -239,11 +217,11 @@ class NoticeWatch:
     notice: Notice | None = None
     _over: threading.Event = field(default_factory=threading.Event)
 
-    def start(self, provider: Aws | Gcp | Azure) -> None:
+    def start(self, answers: Iterator[Notice | None], every_s: float) -> None:
         def run() -> None:
             while not self._over.is_set() and self.notice is None:
-                self.notice = provider.ask()
-                self._over.wait(provider.every_s if self.notice is None else 0)
+                self.notice = next(answers)
+                self._over.wait(every_s if self.notice is None else 0)
 
         # A thread: an answer may take seconds, and workers are looked after meanwhile.
         threading.Thread(target=run, name="notices", daemon=True).start()
