@@ -867,9 +867,9 @@ def test_spares_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_b
     payload = memoryview(bytes(1 << 20))
     for number in range(40):
         store.put(f"box/k{number}", [payload])
-    store.recycle(f"box/k{number}" for number in range(40))
+    store.delete((f"box/k{number}" for number in range(40)), recycle=True)
     assert store.keys("box") == [] and len(files(tmp_path)) == kept
-    store.recycle(["box/k1", "box/never-was"])
+    store.delete(["box/k1", "box/never-was"], recycle=True)
     store.clear()
     assert list(tmp_path.iterdir()) == []
 
@@ -911,7 +911,7 @@ def test_what_was_planted_among_the_spares_is_not_written_through(how: str, tmp_
     store = store_at(folder)
     payload = memoryview(bytes(1 << 20))
     store.put("box/k0", [payload])
-    store.recycle(["box/k0"])
+    store.delete(["box/k0"], recycle=True)
     (spare,) = folder.rglob(".spare-*")
     precious = b"precious " * 200_000
     victim.write_bytes(precious[: spare.stat().st_size])
@@ -939,7 +939,7 @@ def test_what_was_planted_among_the_objects_is_neither_read_nor_kept(how: str, t
     with pytest.raises(StoreError, match="is no plain file: no worker has put it there"):
         store.get("box/k0", lambda about, size: memoryview(bytearray(size)))
     if how == "a link":
-        store.recycle(["box/k0"])
+        store.delete(["box/k0"], recycle=True)
         assert not list(folder.rglob(".spare-*")) and victim.stat().st_size == 2 << 20
 
 

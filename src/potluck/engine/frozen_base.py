@@ -6,7 +6,7 @@ trained is no base: it is saved with the rest, as are buffers, and parameters th
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from potluck.engine.weight_hash import digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link
 from potluck.sharding.absent import own_state
-from potluck.sharding.runs import FlatRun
+from potluck.sharding.runs import FlatRun, first_names, plain_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +93,6 @@ def agree_on_base(link: Link, base: FrozenBase | None, notice: Callable[[str], N
     return None
 
 
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors of numbers that make up one which codes its own, as torchao's do; else the tensor itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from plain_tensors(getattr(tensor, name))
-
-
 def _hashes(base: FrozenBase | None) -> dict[str, str]:
     return dict(base.hashes) if base is not None else {}
 
@@ -113,13 +104,9 @@ def _hash(whole: Tensor, parts: list[Tensor]) -> str:
 
 def _owners(model: nn.Module) -> dict[str, str]:
     """Map each entry of the state_dict that is frozen to the first name of its parameter."""
-    first: dict[int, str] = {}
-    owners: dict[str, str] = {}
-    trained: set[str] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        owners |= {} if parameter.requires_grad else {name: known}
-        trained |= {name} if parameter.requires_grad else set()
+    first, parameters = first_names(model), dict(model.named_parameters(remove_duplicate=False))
+    owners = {name: first[name] for name, parameter in parameters.items() if not parameter.requires_grad}
+    trained = parameters.keys() - owners.keys()
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     others = [name for name, value in own_state(model).items() if isinstance(value, Tensor)]
     found = {name: owners[name] for name in others if name in owners}

@@ -4,7 +4,8 @@ import base64
 import json
 import random
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,9 +42,9 @@ class Tensors(Protocol):
     def __getitem__(self, name: str, /) -> Tensor: ...
 
 
-def model_state(model: nn.Module, without: Container[str] = ()) -> dict[str, Tensor]:
-    """A copy in host memory of all that the model's state_dict holds, but for some of its entries."""
-    return {name: to_host(tensor) for name, tensor in own_state(model).items() if name not in without}
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """A copy in host memory of all that the model's state_dict holds."""
+    return {name: to_host(tensor) for name, tensor in own_state(model).items()}
 
 
 def check_model(own: Mapping[str, Described], saved: Mapping[str, Described], source: str) -> None:
@@ -208,7 +209,7 @@ def _shape(tensor: Described) -> str:
 NAME = "fleet.state"
 
 
-class UserState(MutableMapping[str, Any]):
+class UserState(UserDict[str, Any]):
     """Numbers, strings, lists, tuples, dictionaries and tensors, by name. Refuses at once what cannot be kept.
 
     Every worker has its own, and should put the same there: kept is that of the worker who saves. Tensors come back in
@@ -216,7 +217,7 @@ class UserState(MutableMapping[str, Any]):
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
+        super().__init__()
         self._pairs: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
     def add_pair(self, name: str, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
@@ -232,28 +233,16 @@ class UserState(MutableMapping[str, Any]):
             raise ConfigError(str(error)) from None
         except RecursionError:
             raise ConfigError(f"{NAME}/{name} holds itself, and has no end that could be kept.") from None
-        self._values[name] = value
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __delitem__(self, name: str) -> None:
-        del self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        self.data[name] = value
 
     def __repr__(self) -> str:
-        return f"{NAME} {self._values!r}"
+        return f"{NAME} {self.data!r}"
 
     def save(self, tensors: dict[str, Tensor]) -> Any:
         """Return what is kept as JSON; its tensors go into `tensors`."""
         for name, (save_one, _) in self._pairs.items():
             self[name] = save_one()
-        return flatten(self._values, NAME, tensors, "")
+        return flatten(self.data, NAME, tensors, "")
 
     def load(self, saved: Any, tensors: Tensors) -> None:
         """Replace values here by those that were kept; values that are only here stay."""
@@ -262,9 +251,9 @@ class UserState(MutableMapping[str, Any]):
         values = unflatten(saved, tensors)
         if not isinstance(values, dict):
             raise TypeError(f"{NAME} is a table, not a {type(values).__name__}")
-        self._values |= values
+        self.data |= values
 
     def tell_loaded(self) -> None:
         """Calls what is the user's own, so its errors are not those of a damaged checkpoint."""
         for name, (_, load_one) in self._pairs.items():
-            load_one(self._values.get(name))
+            load_one(self.data.get(name))

@@ -163,6 +163,12 @@ def homes(optimizer: Optimizer) -> dict[int, int]:
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Map each name of a parameter to the first one that it has in the model: another, where it is tied."""
+    first: dict[int, str] = {}
+    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}
+
+
 def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
     """The names of each group's parameters, in its order. `names`: by a parameter's id."""
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
@@ -217,7 +223,7 @@ def state_at(device: torch.device, known: Mapping[str, Any], group: Mapping[str,
 def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:
     """Count the bytes of memory under these tensors and the optimizer's state, each storage once."""
     values = [value for each in optimizer.state.values() for value in each.values()]
-    state = [part for value in values if isinstance(value, Tensor) and value.dim() for part in _memory_of(value)]
+    state = [part for value in values if isinstance(value, Tensor) and value.dim() for part in plain_tensors(value)]
     sizes = {}
     for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("state", state)):
         storages = [tensor.untyped_storage() for tensor in tensors]
@@ -225,11 +231,13 @@ def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimi
     return sizes
 
 
-def _memory_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that one consists of which codes its numbers in its own way; mostly itself."""
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors of numbers that make up one which codes its own, as torchao's do; else the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
 
 
 def dense_gradient(parameter: nn.Parameter) -> Tensor:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from potluck.coded_numbers import Coding
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, held_bytes, repoint, scaling, total_norm
+from potluck.sharding.runs import FlatRun, first_names, held_bytes, repoint, scaling, total_norm
 from potluck.sharding.whole_steps import WholeSteps, check_hooks, names_stepped_whole
 
 
@@ -119,12 +119,7 @@ class Sharded:
 
     def tied(self) -> dict[str, str]:
         """Further names of split parameters, and the first name of each."""
-        first: dict[int, str] = {}
-        first_names: dict[str, str] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if (known := first.setdefault(id(parameter), name)) != name and known in self.split:
-                first_names[name] = known
-        return first_names
+        return {name: first for name, first in first_names(self.model).items() if first != name and first in self.split}
 
     def code(self, coding: Coding | None) -> None:
         """Set how gradients travel to their owners from the next backward on; none: as they are."""

@@ -147,21 +147,19 @@ class FlatParam:
 
     def start_gather(self, over: Collectives) -> None:
         self.whole.untyped_storage().resize_(self._whole_bytes)
-        for piece in self.pieces:
-            self.whole[piece.start : piece.end].copy_(piece.numbers)
-        for shard in self.shards:
-            if shard.shard_size:
-                part = self.whole[shard.param_start : shard.param_end]
-                self._pending.append(over.start_broadcast(part, shard.rank))
+        self._pending += self._start_broadcasts(self.whole, over)
 
     def gather_aside(self, over: Collectives) -> None:
         """Sends this rank's range to others that gather it now, while this rank has all of it already."""
-        whole = torch.empty_like(self.whole)
+        for work in self._start_broadcasts(torch.empty_like(self.whole), over):
+            work.wait()
+
+    def _start_broadcasts(self, whole: Tensor, over: Collectives) -> list[Pending]:
+        """Begin to fill this memory from the owners, of which this rank is one."""
         for piece in self.pieces:
             whole[piece.start : piece.end].copy_(piece.numbers)
-        parts = [(whole[shard.param_start : shard.param_end], shard.rank) for shard in self.shards if shard.shard_size]
-        for work in [over.start_broadcast(part, rank) for part, rank in parts]:
-            work.wait()
+        owned = [shard for shard in self.shards if shard.shard_size]
+        return [over.start_broadcast(whole[shard.param_start : shard.param_end], shard.rank) for shard in owned]
 
     def wait(self) -> None:
         for pending in self._pending:

@@ -182,7 +182,7 @@ class StoreChannel:
         return self._marks[target]
 
     def _clear_up_to(self, step: int, received: Sequence[Label]) -> None:
-        self._store.recycle(key_of(label) for label in received)
+        self._store.delete((key_of(label) for label in received), recycle=True)
         # What a predecessor received, or a sender sent twice, is found by listing. That and the mark are for those who
         # start again, and may be a little late.
         if time.monotonic() > self._looked_at + CHECK_EVERY_S:

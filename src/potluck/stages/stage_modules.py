@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from potluck.link.grid import Grid
 from potluck.sharding.absent import own_state
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, Span, group_names
+from potluck.sharding.runs import FlatRun, Span, first_names, group_names
 from potluck.sharding.sharded import Sharded, Writer
 from potluck.stages.chain import BufferSlot, seats_of_buffers
 from potluck.stages.cut import CutStage, cut, give_up_foreign
@@ -39,11 +39,7 @@ class UncutModel:
 def describe_uncut(model: nn.Module, optimizer: Optimizer) -> UncutModel:
     """Describes a model before it is cut."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tied = {
-        name: names[id(parameter)]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if names[id(parameter)] != name
-    }
+    tied = {name: first for name, first in first_names(model).items() if first != name}
     specs = {
         name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in own_state(model).items() if name not in tied
     }

@@ -36,7 +36,7 @@ class Bucket:
     first_pause_s = 0.005
     longest_pause_s = 0.5
 
-    def __init__(self, bucket: str, prefix: str, *, patience_s: float, whole_bytes: int = WHOLE_BYTES) -> None:
+    def __init__(self, bucket: str, prefix: str, *, patience_s: float) -> None:
         endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")
         plain = endpoint.startswith("http://")
         if plain and not (_is_loopback(endpoint) or os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")):
@@ -44,7 +44,7 @@ class Bucket:
                 f"The endpoint {endpoint} is not encrypted, so everybody on the way could read what is trained. Use"
                 " https, or set AWS_ALLOW_HTTP=true to do it all the same."
             )
-        self._bucket, self._whole_bytes = bucket, whole_bytes
+        self._bucket, self._whole_bytes = bucket, WHOLE_BYTES
         self._where = f"s3://{bucket}" + (f" at {endpoint}" if endpoint else "")
         limit = timedelta(seconds=patience_s)
         self._store = S3Store(
@@ -99,7 +99,7 @@ class Bucket:
             found = self._store.list_with_delimiter(under or None)["common_prefixes"]
             return [path.rstrip("/").rpartition("/")[2] for path in found]
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str], *, recycle: bool = False) -> None:
         if not names:
             return
         with self._troubles(names[0]):
@@ -108,9 +108,6 @@ class Bucket:
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise
-
-    def recycle(self, names: Sequence[str]) -> None:
-        self.delete(names)
 
     def tidy(self, run: str) -> None:
         """A bucket has no folders."""

@@ -109,23 +109,6 @@ class Folder:
             os.unlink(path)
         return None
 
-    def recycle(self, names: Sequence[str]) -> None:
-        with self._troubles():
-            for name in names:
-                path = f"{self._root}/{name}"
-                folder = path.rpartition("/")[0]
-                with suppress(FileNotFoundError):  # another worker was faster: gone is what we wanted
-                    found = os.lstat(path)
-                    size = found.st_size
-                    if (
-                        _is_ours(found)
-                        and size >= SPARE_BYTES
-                        and len(_spares(folder)) < min(SPARES, SPARES_BYTES // size)
-                    ):
-                        os.rename(path, f"{folder}/{_SPARE}{size}~{secrets.token_hex(4)}")
-                    else:
-                        os.unlink(path)
-
     @contextmanager
     def read(self, name: str) -> Iterator["_File"]:
         with self._troubles():
@@ -159,11 +142,15 @@ class Folder:
             except FileNotFoundError:  # nothing was put there yet
                 return []
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, names: Sequence[str], *, recycle: bool = False) -> None:
         with self._troubles():
             for name in names:
+                path = f"{self._root}/{name}"
                 with suppress(FileNotFoundError):  # another worker was faster: gone is what we wanted
-                    os.unlink(f"{self._root}/{name}")
+                    if recycle and (spare := _place_of_spare(path)) is not None:
+                        os.rename(path, spare)
+                    else:
+                        os.unlink(path)
 
     def tidy(self, run: str) -> None:
         for folder, _, _ in os.walk(f"{self._root}/{run}", topdown=False):
@@ -214,6 +201,15 @@ class _File:
 def _is_ours(found: os.stat_result) -> bool:
     """A plain file that we own and that has no other name."""
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
+
+
+def _place_of_spare(path: str) -> str | None:
+    """Return the name under which a file is kept to be written over; None if it is not worth it, or not ours."""
+    folder, found = path.rpartition("/")[0], os.lstat(path)
+    size = found.st_size
+    if size < SPARE_BYTES or not _is_ours(found) or len(_spares(folder)) >= min(SPARES, SPARES_BYTES // size):
+        return None
+    return f"{folder}/{_SPARE}{size}~{secrets.token_hex(4)}"
 
 
 def _spares(folder: str, size: int | None = None) -> list[str]:

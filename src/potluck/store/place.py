@@ -147,11 +147,8 @@ class Place(Protocol):
     def rooms(self, under: str) -> list[str]:
         """List the folders directly below that are not empty."""
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Delete these; one that is gone already is fine."""
-
-    def recycle(self, names: Sequence[str]) -> None:
-        """Deletes them, but may keep a few to write the next ones over."""
+    def delete(self, names: Sequence[str], *, recycle: bool = False) -> None:
+        """Delete these; one that is gone already is fine. `recycle`: a few may be kept to write the next ones over."""
 
     def tidy(self, run: str) -> None:
         """Removes what is empty."""

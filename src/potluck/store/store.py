@@ -110,14 +110,10 @@ class Store:
         start = len(self._prefix) + 1
         return [name[start:] for name in self._names(under) if _is_key(name[start:])]
 
-    def delete(self, keys: Iterable[str]) -> None:
+    def delete(self, keys: Iterable[str], *, recycle: bool = False) -> None:
+        """`recycle`: they are as large as what will be put next."""
         names = [self._name(key) for key in keys]
-        self._patiently("deleting", lambda: self._place.delete(names))
-
-    def recycle(self, keys: Iterable[str]) -> None:
-        """Like delete, for what is as large as what will be put next."""
-        names = [self._name(key) for key in keys]
-        self._patiently("deleting", lambda: self._place.recycle(names))
+        self._patiently("deleting", lambda: self._place.delete(names, recycle=recycle))
 
     def sweep(self, under: str, unwanted: Callable[[str], bool]) -> None:
         """Deletes all keys below that are unwanted, and what a dead writer left of them."""
