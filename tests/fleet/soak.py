@@ -44,8 +44,8 @@ from tests.fleet.fleet import (
     start_node,
     wait_until,
 )
+from tests.fleet.judges import plain_run
 from tests.fleet.seeds import POLICIES, seeds, soak
-from tests.fleet.test_undisturbed import plain_run
 
 PATIENCE_S = 1.5
 LONGEST_S = 240

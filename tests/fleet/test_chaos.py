@@ -13,8 +13,8 @@ from potluck.fleet.ledger import prove
 from tests.fleet import soak
 from tests.fleet.faults import PHASES, STOPS
 from tests.fleet.fleet import ROWS, STEPS, Fleet, Worker, assert_same, start_coordinator, wait_until
+from tests.fleet.judges import plain_run
 from tests.fleet.seeds import seeds
-from tests.fleet.test_undisturbed import plain_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LATER = [phase for phase in PHASES if phase not in ("connected", "joined")]

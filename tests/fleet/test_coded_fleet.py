@@ -27,8 +27,8 @@ from tests.fleet.fleet import (
     start_coordinator,
     wait_until,
 )
+from tests.fleet.judges import Gradients, plain_run
 from tests.fleet.test_peers import PlainPeer
-from tests.fleet.test_undisturbed import Gradients, plain_run
 from tests.parity.test_coded_sums import BLOCKS, rounded
 from tests.quick import first_of
 

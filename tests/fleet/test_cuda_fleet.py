@@ -13,9 +13,8 @@ from potluck.engine.precision import StepConfig
 from potluck.sharding.strategy import FullShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import PHASES
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same
-from tests.fleet.test_fleet_ranks import plain
-from tests.fleet.test_fleet_together import judge as judge_both
-from tests.fleet.test_fleet_windows import SHORT, assert_close, judge
+from tests.fleet.judges import assert_close, judge, plain
+from tests.fleet.test_fleet_windows import SHORT
 from tests.quick import first_of
 
 pytestmark = [
@@ -145,6 +144,6 @@ def test_gpu_workers_begin_as_sync_and_average_their_moments(where: str, tmp_pat
     else:
         fleet.add_node("two", policy=policy, bare=True, gpu=True)
     weights = fleet.finish(150)
-    for name, expected in judge_both(fleet, moments=True).items():
+    for name, expected in judge(fleet, moments=True).items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-3, atol=1e-4)
     assert fleet.server.core.refused.total() == 0

@@ -9,7 +9,7 @@ import torch
 from potluck.events import WorkerCame, WorkerWent
 from tests.fleet.faults import AT_STEP, COORDINATOR, PHASES, SHARED_PHASES, STOPS
 from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, start_coordinator, wait_until
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)

@@ -11,10 +11,10 @@ import pytest
 
 import potluck
 from potluck.agree.policy import Cadence
-from potluck.events import Decided, WorkerWent
+from potluck.events import WorkerWent
 from tests.fleet.faults import at
 from tests.fleet.fleet import STEPS, Fleet, train, wait_until
-from tests.fleet.test_fleet_windows import assert_close, judge
+from tests.fleet.judges import assert_close, judge
 from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
@@ -45,8 +45,7 @@ def test_what_a_leaver_has_done_of_a_window_counts_and_another_does_the_rest(tmp
     (went,) = [e for e in fleet.events if isinstance(e, WorkerWent) and e.name == "leaver"]
     assert went.polite and went.reason == "asked to stop"
     assert fleet.server.core.refused.total() == 0
-    planned = {e.version + 1: len(e.rows) for e in fleet.events if isinstance(e, Decided)}
-    assert_close(weights, judge(fleet, workers=planned))
+    assert_close(weights, judge(fleet))
 
 
 def test_the_window_of_a_worker_that_is_alone_ends_where_it_leaves(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 import potluck
 from potluck.events import Stalled, WorkerCame, WorkerWent
 from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Fleet, assert_same, wait_until
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)

@@ -26,14 +26,12 @@ from tests.fleet.fleet import (
     stop,
     wait_until,
 )
+from tests.fleet.judges import assert_close, judge, rows_of
 from tests.fleet.test_fleet_windows import (
     PHASES_OF_HOST,
     SHORT,
-    assert_close,
     check_ledger,
     in_a_window,
-    judge,
-    rows_of,
     save_and_look_at_every_batch,
 )
 from tests.odd import assert_constant

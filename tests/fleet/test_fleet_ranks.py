@@ -13,14 +13,14 @@ import torch.nn.functional as F
 
 import potluck
 from potluck.agree.policy import Async, Cadence
-from potluck.data.rows import mix
 from potluck.engine.replica import StepConfig
 from potluck.events import CheckpointSaved, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import at
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, die, finish_of_one_and_two
-from tests.fleet.test_fleet_windows import SHORT, assert_close, judge, rows_of
+from tests.fleet.fleet import BATCH, EPOCHS, STEPS, Fleet, assert_same, build, die, finish_of_one_and_two
+from tests.fleet.judges import assert_close, judge, plain, rows_of
+from tests.fleet.test_fleet_windows import SHORT
 from tests.odd import assert_constant
 from tests.quick import first_of
 
@@ -46,22 +46,6 @@ USUAL = ("FullShard", "FullShard, uneven", "ShardGradOp")
 def but_slow(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
     """Those beside the quick ones only where all is tested."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-def plain(clip: float | None = None, epochs: int = EPOCHS) -> dict[str, torch.Tensor]:
-    """One process, whole batches, and no Potluck but its order of rows."""
-    torch.set_num_threads(1)
-    model, optimizer, (x, y) = build(bare=True)
-    for epoch in range(epochs):
-        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
-        for row in range(0, ROWS, BATCH):
-            batch = order[row : row + BATCH]
-            optimizer.zero_grad()
-            F.cross_entropy(model(x[batch]), y[batch]).backward()
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-    return dict(model.state_dict())
 
 
 @pytest.mark.parametrize("strategy", first_of(but_slow([*STRATEGIES, "ShardGradOp, offloaded"], USUAL)))

@@ -1,6 +1,5 @@
 """Cadence and Async that begin as Sync under a host: one phase after the other, whoever comes and goes."""
 
-import copy
 import math
 import signal
 from functools import partial
@@ -10,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from potluck.agree.costs import WindowCosts
 from potluck.agree.policy import Async, Auto, Cadence, Windowed
-from potluck.data.rows import mix
 from potluck.events import Decided, Stalled, WorkerCame
 from tests.fleet.faults import after_recording, at
 from tests.fleet.fleet import (
@@ -24,12 +20,11 @@ from tests.fleet.fleet import (
     ROWS,
     STEPS,
     Fleet,
-    build,
     die,
     wait_until,
 )
-from tests.fleet.test_fleet_windows import SHORT, assert_close, outlive_a_host, rows_of
-from tests.parity.test_learning_windows import average_moments
+from tests.fleet.judges import assert_close, cosine, judge, kinds, rows_of
+from tests.fleet.test_fleet_windows import SHORT, outlive_a_host
 from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,70 +32,6 @@ pytestmark = pytest.mark.timeout(60)
 FIRST = 0.3
 """Of 424 rows: four batches of 32."""
 ALL_FIRST = math.ceil(FIRST * EPOCHS * ROWS / BATCH)
-
-
-def kinds(fleet: Fleet) -> dict[int, bool]:
-    """By step: whether all took it together."""
-    return {event.version + 1: event.anchor == 0 for event in fleet.events if isinstance(event, Decided)}
-
-
-def cosine(optimizer: torch.optim.Optimizer) -> CosineAnnealingLR:
-    return CosineAnnealingLR(optimizer, T_max=STEPS)
-
-
-def rate(rows: int) -> float:
-    """Of the step that ends there."""
-    epoch, row = divmod(rows - 1, ROWS)
-    return 0.005 * (1 + math.cos(math.pi * (epoch * STEPS // EPOCHS + row // BATCH) / STEPS))
-
-
-def judge(fleet: Fleet, *, moments: bool = False, falls: bool = False) -> dict[str, torch.Tensor]:
-    """One process and no Potluck: a step along the gradient of all rows, where it was taken together; else each
-    recorded range by a replica of its own, and their mean by rows, and maybe that of their optimizers."""
-    torch.set_num_threads(1)
-    model, _, (x, y) = build(bare=True)
-    workers = {row["rank"] for record in fleet.records for row in record.workers}
-    replicas = {who: copy.deepcopy(model) for who in workers}
-    own = {who: torch.optim.AdamW(each.parameters(), lr=0.01, weight_decay=0.1) for who, each in replicas.items()}
-
-    def step(who: int, rows: torch.Tensor, at: int, stretch: float = 1.0) -> None:
-        own[who].param_groups[0]["lr"] = min(0.01 * stretch ** (1 / 3), stretch * rate(at)) if falls else 0.01
-        own[who].zero_grad()
-        F.cross_entropy(replicas[who](x[rows]), y[rows]).backward()
-        own[who].step()
-
-    seen = 0
-    for record in fleet.records:
-        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, record.epoch)))
-        if kinds(fleet)[record.step]:
-            for who in workers:
-                step(who, order[record.row : record.row + record.rows], seen + record.rows)
-            seen += record.rows
-            continue
-        size = -(-BATCH // len(record.workers))
-        parts = [end - start for start, end, _ in record.ranges]
-        steps = sum(part * part / size for part in parts) / record.rows
-        stretch = max(1.0, record.rows / BATCH * math.sqrt(BATCH / size) / steps) if moments else 1.0
-        before = copy.deepcopy(replicas[min(workers)].state_dict())
-        mean = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
-        for start, end, who in record.ranges:
-            replicas[who].load_state_dict(before)
-            done = 0
-            for rows in torch.tensor_split(order[start:end], -(-(end - start) // size)):
-                done += len(rows)
-                step(who, rows, seen + round(record.rows * done / (end - start)), stretch)
-            for name, tensor in replicas[who].state_dict().items():
-                mean[name] += tensor * ((end - start) / record.rows)
-        for replica in replicas.values():
-            replica.load_state_dict(mean)
-        if moments:
-            weights = {who: (end - start) / record.rows for start, end, who in record.ranges}
-            average_moments([replicas[who] for who in weights], [own[who] for who in weights], [*weights.values()])
-            for who in workers - weights.keys():
-                own[who].load_state_dict(copy.deepcopy(own[next(iter(weights))].state_dict()))
-        seen += record.rows
-    assert sum(record.rows for record in fleet.records) == EPOCHS * ROWS
-    return replicas[min(workers)].state_dict()
 
 
 @pytest.mark.parametrize(

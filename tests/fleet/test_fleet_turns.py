@@ -13,7 +13,7 @@ from potluck.data.rows import mix
 from potluck.events import WorkerWent
 from tests.fleet import fleet as fleets
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, wait_until
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 from tests.parity import test_optimizers as kinds
 from tests.parity import test_turns as turns
 from tests.quick import first_of

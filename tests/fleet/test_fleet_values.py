@@ -18,7 +18,7 @@ from potluck.events import Validated, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import found
 from tests.fleet.fleet import EPOCHS, STEPS, Fleet, assert_same, die
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 
 pytestmark = pytest.mark.timeout(90)
 

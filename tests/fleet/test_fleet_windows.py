@@ -1,10 +1,7 @@
 """Cadence and Async under a host: whoever comes, goes or lags, all hold the same weights after each window."""
 
-import copy
-import math
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from potluck.agree.policy import Async, Cadence, Windowed
-from potluck.data.rows import mix
 from potluck.events import CheckpointSaved, Decided, Validated, WorkerCame, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.train.schedule import ScheduleConfig
@@ -33,6 +28,7 @@ from tests.fleet.fleet import (
     start_coordinator,
     wait_until,
 )
+from tests.fleet.judges import assert_close, judge, rows_of
 from tests.odd import BIG, SEEN, assert_constant
 from tests.quick import first_of
 
@@ -40,58 +36,6 @@ pytestmark = pytest.mark.timeout(60)
 
 SHORT: dict[str, Any] = {"anchor": 1, "max_anchor": 2}
 """Several windows to an epoch, also where agreeing costs more than so small a model."""
-
-
-def judge(
-    fleet: Fleet,
-    epochs: int = EPOCHS,
-    *,
-    workers: dict[int, int] | None = None,
-    optimizer_of: Callable[[nn.Module], Any] = lambda model: torch.optim.AdamW(
-        model.parameters(), lr=0.01, weight_decay=0.1
-    ),
-    clip: float = math.inf,
-) -> dict[str, torch.Tensor]:
-    """One process and no Potluck: each recorded range by a replica of its own, then their mean by rows.
-
-    Each worker keeps its optimizer from window to window. The batch of a step of its own is the run's over the workers.
-    `workers`: for how many a window was planned, if not all of them were there when it ended.
-    """
-    torch.set_num_threads(1)
-    model, _, (x, y) = build(bare=True)
-    optimizers: dict[int, Any] = {}
-    for record in fleet.records:
-        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, record.epoch)))
-        size = -(-BATCH // (workers or {}).get(record.step, len(record.workers)))
-        mean = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-        for start, end, worker in record.ranges:
-            replica = copy.deepcopy(model)
-            own = optimizer_of(replica)
-            if worker in optimizers:
-                own.load_state_dict(optimizers[worker])
-            for rows in torch.tensor_split(order[start:end], -(-(end - start) // size)):
-                replica.zero_grad()
-                F.cross_entropy(replica(x[rows]), y[rows]).backward()
-                nn.utils.clip_grad_norm_(replica.parameters(), clip)
-                own.step()
-            optimizers[worker] = own.state_dict()
-            for name, parameter in replica.named_parameters():
-                mean[name] += parameter.detach() * ((end - start) / record.rows)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(mean[name])
-    assert sum(record.rows for record in fleet.records) == epochs * ROWS
-    return model.state_dict()
-
-
-def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=2e-4, atol=2e-5)
-
-
-def rows_of(fleet: Fleet, name: str) -> list[int]:
-    return [row["rows"] for record in fleet.records for row in record.workers if row["name"] == name]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.fleet import fleet as real
 from tests.fleet.faults import COORDINATOR, FLIPS, flips_before_joining_again
 from tests.fleet.fleet import Worker as RealWorker
 from tests.fleet.fleet import assert_same, start_coordinator, wait_until
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 from tests.fleet.virtual import EPOCHS, ROWS, STEPS, FaultScript, Fleet, State, described, undisturbed
 from tests.quick import first_of
 

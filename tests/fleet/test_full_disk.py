@@ -11,7 +11,7 @@ from potluck.errors import ConfigError
 from potluck.events import CheckpointFailed, CheckpointSaved, EventFile, RunEnded, WorkerWent
 from potluck.save.checkpoint import CheckpointConfig
 from tests.fleet.fleet import STEPS, Fleet, assert_same, wait_until
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 
 pytestmark = pytest.mark.timeout(60)
 FIT: dict[str, Any] = {"epochs": 2, "checkpoint": CheckpointConfig(every=3)}

@@ -54,7 +54,7 @@ from potluck.wire.messages import (
 )
 from tests.fleet.fleet import Fleet as RealFleet
 from tests.fleet.fleet import assert_same, wait_until
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 from tests.fleet.virtual import (
     EPOCHS,
     PATIENCE_S,

@@ -7,7 +7,7 @@ import pytest
 
 from potluck.events import EpochDone
 from tests.fleet.fleet import Fleet, Worker, assert_same
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 
 pytestmark = pytest.mark.timeout(90)
 

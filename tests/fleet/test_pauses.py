@@ -17,7 +17,7 @@ from potluck.fleet import pipe
 from potluck.fleet.journal import Journal
 from potluck.fleet.ledger import prove
 from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, start_coordinator, step_of, wait_until
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)

@@ -35,7 +35,7 @@ from potluck.wire.messages import (
 )
 from tests.fleet import faults
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same, build, wait_until
-from tests.fleet.test_undisturbed import plain_run
+from tests.fleet.judges import plain_run
 from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,92 +1,17 @@
 """Nobody comes, nobody goes: fleets of 1, 2 and 4 against each other and against plain PyTorch."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import potluck
-from potluck.data.rows import mix, seed_everything
 from potluck.fleet import invite
 from potluck.fleet.pipe import Pipe
 from potluck.fleet.reading import PeerReader
-from potluck.fleet.tree import children, slice_rows
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, assert_same, build
+from tests.fleet.fleet import EPOCHS, STEPS, Fleet, assert_same
+from tests.fleet.judges import plain_run
 from tests.quick import first_of
-
-Gradients = dict[str, torch.Tensor]
-
-
-def floating(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
-
-
-def moved_by(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    return torch.where(now.isfinite() & before.isfinite(), (now - before).float(), 0.0)
-
-
-def plain_run(
-    epochs: int = EPOCHS,
-    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
-    slices_of_step: int = SLICES,
-    rounded: Callable[[Gradients], Gradients] = lambda gradients: gradients,
-    make: Callable[[], tuple[Any, Any, Any]] = build,
-) -> dict[str, torch.Tensor]:
-    """One process and no Potluck: a step's slices one after the other, their gradients added in the tree.
-
-    `rounded`: what arrives of the gradients of a node of the tree, and of their mean. `make`: model, optimizer, data.
-    """
-    torch.set_num_threads(1)
-    model, optimizer, (x, y) = make()
-    scheduler = schedule(optimizer) if schedule is not None else None
-    step = 0
-    for epoch in range(epochs):
-        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(mix(1, epoch)))
-        for row in range(0, ROWS, BATCH):
-            rows, step = min(BATCH, ROWS - row), step + 1
-            slices = min(slices_of_step, rows // 2)  # BatchNorm takes no mean of a single row
-            unit = 2.0**-5
-            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            found, changes = [], []
-            for number, (start, end) in enumerate(slice_rows(row, rows, slices)):
-                for name, buffer in model.named_buffers():
-                    buffer.set_(before[name].clone())
-                seed_everything(mix(1, step, number))
-                batch = order[start:end]
-                model.zero_grad()
-                (F.cross_entropy(model(x[batch]), y[batch]) * ((end - start) * unit)).backward()
-                found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-                weight = (end - start) * unit
-                changes.append({n: moved_by(b, before[n]) * weight for n, b in floating(model)})
-                if number == 0:  # what has no mean is the first slice's
-                    first = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-            def add(
-                parts: list[Gradients], node: tuple[int, int], arrives: Callable[[Gradients], Gradients]
-            ) -> Gradients:
-                if node[1] - node[0] == 1:
-                    return arrives(parts[node[0]])
-                left, right = (add(parts, child, arrives) for child in children(node))
-                return arrives({name: left[name] + right[name] for name in left})
-
-            scale = torch.tensor(1 / (rows * unit), dtype=torch.float32)
-            total, moves = add(found, (0, slices), rounded), add(changes, (0, slices), lambda change: change)
-            mean = rounded({name: value * scale for name, value in total.items()})
-            moved = {name: value * scale for name, value in moves.items()}
-            for name, parameter in model.named_parameters():
-                parameter.grad = mean.get(name)
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            for name, buffer in model.named_buffers():
-                value = first[name]
-                if buffer.is_floating_point() and before[name].isfinite().all():
-                    value = torch.where(moved[name] == 0, before[name], before[name] + moved[name])
-                buffer.set_(value)
-    return dict(model.state_dict())
 
 
 @pytest.fixture(scope="module")
