@@ -48,9 +48,9 @@ class Findings:
     """Each with what to do about it."""
 
 
-def examine(console: Console | None = None) -> int:
+def examine() -> int:
     """Prints the findings; 0 if nothing is wrong, else 1."""
-    console = console or Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     findings = Findings()
     steps: dict[str, Callable[[Findings], None]] = {
         "Looking at the machine": look_at_machine,

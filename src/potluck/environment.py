@@ -1,7 +1,6 @@
 """Environment variables by which a parent tells its processes something, and the memory and cores of this machine."""
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,11 +37,11 @@ QUIET = "POTLUCK_QUIET"
 """Set for workers whose host shows the run."""
 
 
-def runtime_folder(name: str, environment: Mapping[str, str] = os.environ) -> Path:
+def runtime_folder(name: str) -> Path:
     """Return a folder of this user, on this machine: a home may be shared by many machines, and a run folder is not."""
-    if (runtime := environment.get("XDG_RUNTIME_DIR")) and os.access(runtime, os.W_OK):
+    if (runtime := os.environ.get("XDG_RUNTIME_DIR")) and os.access(runtime, os.W_OK):
         return Path(runtime) / "potluck" / name
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck" / name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck" / name
     return cache / os.uname().nodename if hasattr(os, "uname") else cache
 
 

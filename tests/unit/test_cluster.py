@@ -79,7 +79,7 @@ ENVIRONMENTS = [
         {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
         {"scheduler": "MPI", "task": 1, "tasks": 4},
     ),
-    ({"RAY_ADDRESS": "10.0.0.1:6379"}, {"scheduler": "Ray", "leader": "10.0.0.1:6379", "channel": "actors"}),
+    ({"RAY_ADDRESS": "10.0.0.1:6379"}, {"scheduler": "Ray", "leader": "10.0.0.1:6379"}),
     (
         {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
         {"scheduler": "SkyPilot", "task": 1, "tasks": 2, "leader": "10.0.0.1"},

@@ -60,9 +60,9 @@ def test_points_of_a_long_run_are_a_plain_recomputation_of_it() -> None:
 
 def test_the_timeline_adds_up_to_what_each_worker_did() -> None:
     fold = folded(started(), *(step(number, workers=3) for number in range(1, 1001)))
-    assert len(fold.timeline.cells) <= MOST_CELLS
+    assert len(fold.timeline.points) <= MOST_CELLS
     for rank in range(3):
-        busy = sum(cell[3][rank][0] for cell in fold.timeline.cells)
+        busy = sum(cell.done[rank][0] for cell in fold.timeline.points)
         assert math.isclose(busy, 1000 * 0.1 * (rank + 1), rel_tol=1e-9)
 
 

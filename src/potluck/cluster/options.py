@@ -14,6 +14,7 @@ from potluck.launch.host_options import HostArgs, HostOptions, host_args
 from potluck.launch.options import Data, Ranks, Settings, Threads
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.train.arguments import TrainArgs, WorkersConfig, find_recipe
+from potluck.words import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +135,16 @@ class UpOptions:
             return [self.what, *self.arguments]
         args = TrainArgs(recipe=self.what, settings=tuple(self.settings), out=str(folder), resume=resume)
         return ["--recipe", json.dumps(to_dict(args))]
+
+
+def joining_settings(args: HostArgs) -> tuple[str, ...]:
+    """Return the settings of workers that join this host from nodes of the same job; a script has none."""
+    return tuple(json.loads(args.command[1])) if args.recipe else ()
+
+
+def resumes(folder: Path) -> bool:
+    """Whether the run folder holds a run, which is said: it resumes."""
+    if holds_run(folder):
+        say(f"{folder} holds a run, which resumes.")
+        return True
+    return False

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from potluck.errors import ConfigError
 
 Scheduler = Literal["SLURM", "Ray", "torchrun", "MPI", "Kubernetes", "SkyPilot", "dstack"]
-Channel = Literal["files", "actors"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +32,6 @@ class JobPlace:
     """How others reach the first node, if the scheduler says so; empty: the first node says it by itself."""
     attempt: str = ""
     """Tells this start of the job from others with the same run folder, if the scheduler does."""
-    channel: Channel = "files"
-    """How the invite travels: by files in the run folder, for their owner alone; or by calls of Ray's own actors."""
     job: str = ""
     """The job's number, of which the run folder may have its name: the same when the job is started again."""
     spread: tuple[str, ...] = ()
@@ -43,7 +40,7 @@ class JobPlace:
     """Address and port where the ranks of a group meet that the scheduler has made already."""
 
     def sentence(self) -> str:
-        if self.channel == "actors":
+        if self.scheduler == "Ray":
             return f"Found {self.scheduler}."
         among = f" of {self.tasks}" if self.tasks is not None else ""
         return f"Found {self.scheduler}: this is task {self.task}{among}, on {self.node}."
@@ -63,7 +60,7 @@ def find(environ: Mapping[str, str], on: str | None = None) -> JobPlace:
             )
         if on not in RAY and ":" not in on:
             raise ConfigError(f"--on takes ray, for the cluster of this machine, or the address of one; not {on!r}.")
-        return JobPlace(scheduler="Ray", node="", leader="auto" if on in RAY else on, channel="actors")
+        return JobPlace(scheduler="Ray", node="", leader="auto" if on in RAY else on)
     for _, look in LOOKS.values():
         if (found := look(environ)) is not None:
             return found
@@ -166,7 +163,7 @@ def number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
 
 def _ray(environ: Mapping[str, str]) -> JobPlace | None:
     address = environ.get("RAY_ADDRESS", "")
-    return JobPlace(scheduler="Ray", node="", leader=address, channel="actors") if address else None
+    return JobPlace(scheduler="Ray", node="", leader=address) if address else None
 
 
 def _skypilot(environ: Mapping[str, str]) -> JobPlace | None:

@@ -4,7 +4,6 @@ The invite goes to actors in calls, over Ray's own connections, and on each node
 an extra (`potluck[ray]`), and only this file imports it.
 """
 
-import json
 import os
 import re
 import tempfile
@@ -16,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from potluck.cluster.options import UpOptions
+from potluck.cluster.options import UpOptions, joining_settings, resumes
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import NodeResources, plan_early
-from potluck.cluster.reaching import connect, free_port, interface_to, reach
+from potluck.cluster.reaching import connect, lead_gloo_to, reach
 from potluck.config import from_dict, to_dict
 from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, Interrupted, PotluckError, WorkerLost
@@ -27,8 +26,8 @@ from potluck.files import write_whole
 from potluck.fleet.invite import read_invite
 from potluck.launch.host import host, with_base
 from potluck.launch.join import join
-from potluck.launch.processes import RankSpan, launch
-from potluck.save.run_folder import holds_run, make_run_folder
+from potluck.launch.processes import RankSpan, free_port, launch
+from potluck.save.run_folder import make_run_folder
 from potluck.train.arguments import WorkersConfig
 from potluck.words import plural, say
 
@@ -66,10 +65,8 @@ def _library() -> Any:
 def _lead(options: UpOptions) -> int:
     folder = options.folder("").absolute()
     make_run_folder(folder)
-    resume = holds_run(folder)
-    if resume:
-        say(f"{folder} holds a run, which resumes.")
-    place = JobPlace(scheduler="Ray", node="", tasks=None, channel="actors")
+    resume = resumes(folder)
+    place = JobPlace(scheduler="Ray", node="", tasks=None)
     decided = plan_early(place, options.led, may_be_requeued=False)
     assert decided is not None  # nobody knows how many nodes will come
     actors = RayActors(options)
@@ -84,7 +81,7 @@ def _lead(options: UpOptions) -> int:
         address = ray.util.get_node_ip_address()
         args = options.host_args(folder, WorkersConfig(count=1), local=0, address=address)
         script = [str(Path(options.what).absolute()), *options.arguments] if options.is_script else []
-        settings = () if options.is_script else tuple(json.loads(args.command[1]))
+        settings = joining_settings(args)
         return host(with_base(args), lambda invite: actors.follow(invite.line(), script, settings, options.patience_s))
 
 
@@ -120,8 +117,7 @@ class WorkerActor:
 
     def run_ranks(self, command: list[str], config: dict[str, Any], span: RankSpan) -> int:
         os.environ.pop(QUIET, None)  # rank 0 shows the run
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(span.address)):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+        lead_gloo_to(span.address)
         try:
             return launch(command, from_dict(WorkersConfig, config, "workers"), span=span)
         except PotluckError as error:

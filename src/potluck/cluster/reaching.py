@@ -1,6 +1,7 @@
-"""Whether a node reaches the first one, and a port that is free. Knows nothing of what is said there."""
+"""Whether a node reaches the first one, and by which interface. Knows nothing of what is said there."""
 
 import ipaddress
+import os
 import socket
 import time
 
@@ -50,11 +51,11 @@ def interface_to(address: str) -> str | None:
     return next((name for name, ends in interfaces if any(end.address == own for end in ends)), None)
 
 
+def lead_gloo_to(address: str) -> None:
+    """Name that interface to Gloo, in workers that this process starts, unless somebody has named one."""
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
 def _is_loopback(name: str) -> bool:
     return ipaddress.ip_address(socket.gethostbyname(name)).is_loopback
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -3,7 +3,6 @@
 Knows places and plans, and no scheduler but what SLURM has to be asked for. Imports no torch.
 """
 
-import json
 import os
 import signal
 import sys
@@ -14,16 +13,16 @@ from pathlib import Path
 
 from potluck.cluster import slurm
 from potluck.cluster.meeting import Meeting, Reply
-from potluck.cluster.options import UpOptions
+from potluck.cluster.options import UpOptions, joining_settings, resumes
 from potluck.cluster.place import JobPlace, find
 from potluck.cluster.plan import Decision, own_resources, plan, plan_early
-from potluck.cluster.reaching import free_port, interface_to, reach
+from potluck.cluster.reaching import lead_gloo_to, reach
 from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.invite import Invite, reachable, read_invite
 from potluck.launch.host import host, with_base
 from potluck.launch.join import join
-from potluck.launch.processes import RankSpan, launch
+from potluck.launch.processes import RankSpan, free_port, launch
 from potluck.save.run_folder import holds_run, make_run_folder
 from potluck.signals import ECHO_S
 from potluck.waiting import wait_until
@@ -38,7 +37,7 @@ def up(options: UpOptions) -> int:
     place = find(os.environ, options.on)
     if options.is_script and not Path(options.what).is_file():
         raise ConfigError(f"There is no script {options.what}.")
-    if place.channel == "actors":
+    if place.scheduler == "Ray":
         from potluck.cluster.ray import up_on_ray
 
         return up_on_ray(options, place.leader)
@@ -95,9 +94,7 @@ class _Task:
     # The first
 
     def _lead(self, meeting: Meeting) -> int:
-        resume = holds_run(self.folder)
-        if resume:
-            say(f"{self.folder} holds a run, which resumes.")
+        resume = resumes(self.folder)
         requeued = self.place.scheduler == "SLURM" and self.options.led is None and slurm.may_be_requeued(self.place)
         decided = plan_early(self.place, self.options.led, may_be_requeued=requeued)
         if decided is None or decided.led == "group":
@@ -173,10 +170,9 @@ class _Task:
         os.environ[QUIET] = "1"  # all tasks have one log, and the host shows the run in it
         if self.place.scheduler == "SLURM":
             self._watch_first_node(invite)
-        if self.options.is_script:
-            return join(str(meeting.invite), [self.options.what, *self.options.arguments], config, ())
         args = self.options.host_args(self.folder, config, local=0, address=invite.host)
-        return join(str(meeting.invite), [], config, tuple(json.loads(args.command[1])))
+        script = list(args.command) if self.options.is_script else []
+        return join(str(meeting.invite), script, config, joining_settings(args))
 
     def _tell_if_unreachable(self, reply: Reply) -> None:
         """Say so, in a thread, if the first node cannot be reached: beside the workers, which are loading torch."""
@@ -226,6 +222,5 @@ class _Task:
             place=self.place.local * count,
             places=self.place.local_tasks * count,
         )
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(reply.address)):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+        lead_gloo_to(reply.address)
         return launch(command, replace(config, count=count), span=span)

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,9 @@ _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 MOST_S = 366 * 86_400.0
 
 
-def control_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def control_folder() -> Path:
     """Return this user's folder of joiners on this machine."""
-    return runtime_folder("workers", environment)
+    return runtime_folder("workers")
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Found:
         return False
 
 
-def find_joiners(root: Path | None = None) -> list[Found]:
+def find_joiners() -> list[Found]:
     """List this user's joiners on this machine; what killed ones have left behind is cleared away."""
-    return [Found(folder) for folder in kept_by(root or control_folder(), lambda folder: Found(folder).is_alive)]
+    return [Found(folder) for folder in kept_by(control_folder(), lambda folder: Found(folder).is_alive)]
 
 
 def pause(name: str | None, length: str | None) -> int:

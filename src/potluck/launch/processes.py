@@ -124,7 +124,7 @@ def group_environment(count: int, rendezvous: Path) -> dict[str, str]:
         RENDEZVOUS: str(rendezvous),
         # Only for scripts that make a process group themselves; ours meets through the file above.
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
 
 
@@ -280,9 +280,9 @@ def check_room(workers: int) -> None:
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,10 +155,10 @@ def _number(word: str) -> float:
         return 0.0
 
 
-def find_use(count: int, cores: int, environment: Mapping[str, str] = os.environ) -> ProcessorUse | CardUse:
+def find_use(count: int, cores: int) -> ProcessorUse | CardUse:
     """Find what `count` workers here compute on: cards where there are some, and else the processor."""
     program = shutil.which("nvidia-smi")
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if program is not None and visible != "":
         cards = visible.split(",") if visible else [str(number) for number in range(count)]
         use = CardUse(program, tuple(cards[:count]))

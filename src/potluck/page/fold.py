@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from potluck.page.peaks import peak_of
-from potluck.page.series import Cell, Lanes, Point, Series, short
+from potluck.page.series import MOST_CELLS, MOST_POINTS, Cell, Point, Series, short
 from potluck.show.sentences import Record, sentence_of
 
 MOST_STORY = 300
@@ -90,8 +90,9 @@ class WorkerRow:
 @dataclass(slots=True)
 class Fold:
     run: Record = field(default_factory=dict)
-    series: Series = field(default_factory=Series)
-    timeline: Lanes = field(default_factory=Lanes)
+    series: Series[Point] = field(default_factory=lambda: Series(MOST_POINTS))
+    timeline: Series[Cell] = field(default_factory=lambda: Series(MOST_CELLS))
+    """Who computed and who waited, over the whole run."""
     workers: dict[int, WorkerRow] = field(default_factory=dict)
     story: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=MOST_STORY))
     """[number, time, step, kind, tone, text]"""
@@ -155,9 +156,9 @@ class Fold:
     def _on_started(self, record: Record, time: float) -> None:
         _ = [record.get(name, 0) + 0 for name in _COUNTS], [record.get(name, "") + "" for name in _WORDS]
         if record.get("from_step") and self.last and record["from_step"] < self.last["step"]:
-            self.series.go_back(record["from_step"])
+            self._drop_after(record["from_step"])
         if not record.get("from_step") and self.last:  # it begins anew
-            self.series.go_back(-1)
+            self._drop_after(-1)
         self.run, self.ended = cut(record), None
         self._begun_at, self._begun_s = time, self.trained_s
         self.recent.clear()
@@ -193,7 +194,7 @@ class Fold:
         self._take_parts(record["workers"], time)
 
     def _take_parts(self, parts: list[Record], time: float) -> None:
-        done: Cell = {}
+        done: dict[int, list[float]] = {}
         self.working = frozenset(part["rank"] for part in parts)
         for part in parts:
             row = self.workers.get(part["rank"])
@@ -212,7 +213,10 @@ class Fold:
                 if row.is_in and row.id not in self.working and row.rows_seen:
                     row.is_in = False
             self._forget_gone()
-        self.timeline.add(self.trained_s, done)
+        # A step began when its first worker did: before that, nobody had anything to do.
+        before_s = self.timeline.points[-1].end_s if self.timeline.points else 0.0
+        start_s = max(before_s, self.trained_s - max(map(sum, done.values()), default=0.0))
+        self.timeline.add(Cell(start_s, self.trained_s, done))
 
     def _list(self, row: WorkerRow) -> None:
         """A host may tell of workers that came, and never that they went: the first of those make room."""
@@ -249,9 +253,12 @@ class Fold:
 
     def _on_back(self, record: Record, time: float) -> None:
         """Go back to an earlier step; also where workers were lost and the others had kept one."""
-        self.series.go_back(record["step"])
+        self._drop_after(record["step"])
         self.looks = [look for look in self.looks if look[3] <= record["step"]]
         self.recent.clear()
+
+    def _drop_after(self, step: int) -> None:
+        self.series.drop(lambda point: point.first > step)
 
     def _on_ordered(self, record: Record, time: float) -> None:
         """The time of a pause is no training, and says nothing of the run's speed."""

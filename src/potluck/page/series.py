@@ -6,7 +6,9 @@ least, the most and the mean.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 MOST_POINTS = 1024
 MOST_CELLS = 256
@@ -63,14 +65,36 @@ class Point:
 
 
 @dataclass(slots=True)
-class Series:
-    most: int = MOST_POINTS
+class Cell:
+    """Who computed and who waited in some steps that follow each other."""
+
+    start_s: float
+    """Seconds of training at its beginning, and at its end."""
+    end_s: float
+    done: dict[int, list[float]]
+    """Seconds that each worker, by its id, was busy, waiting and sending."""
+    steps: int = 1
+
+    def join(self, other: "Cell") -> "Cell":
+        done = {worker: list(seconds) for worker, seconds in self.done.items()}
+        for worker, seconds in other.done.items():
+            had = done.setdefault(worker, [0.0] * len(seconds))
+            done[worker] = [a + b for a, b in zip(had, seconds, strict=True)]
+        return Cell(self.start_s, other.end_s, done, self.steps + other.steps)
+
+
+P = TypeVar("P", Point, Cell)
+
+
+@dataclass(slots=True)
+class Series(Generic[P]):
+    most: int
     span: int = 1
-    points: list[Point] = field(default_factory=list)
+    points: list[P] = field(default_factory=list)
     generation: int = 0
     """Changes whenever points that were told are no longer what they were, but for the last."""
 
-    def add(self, point: Point) -> None:
+    def add(self, point: P) -> None:
         if self.points and self.points[-1].steps < self.span:
             self.points[-1] = self.points[-1].join(point)
             return
@@ -82,50 +106,11 @@ class Series:
             self.span *= 2
             self.generation += 1
 
-    def go_back(self, step: int) -> None:
-        """Steps after this one are done again."""
-        while self.points and self.points[-1].first > step:
+    def drop(self, is_void: Callable[[P], bool]) -> None:
+        """Drop the last ones, as far as they are done again."""
+        while self.points and is_void(self.points[-1]):
             self.points.pop()
             self.generation += 1
-
-
-Cell = dict[int, list[float]]
-"""Seconds that each worker, by its id, was busy, waiting and sending in some steps."""
-
-
-@dataclass(slots=True)
-class Lanes:
-    """Who computed and who waited, over the whole run."""
-
-    most: int = MOST_CELLS
-    span: int = 1
-    cells: list[tuple[float, float, int, Cell]] = field(default_factory=list)
-    """(seconds of training at its beginning, and at its end, steps, what each worker did)"""
-    generation: int = 0
-
-    def add(self, at_s: float, done: Cell) -> None:
-        """A step that ended then. It began when its first worker did: before that, nobody had anything to do."""
-        if self.cells and self.cells[-1][2] < self.span:
-            start, _, steps, before = self.cells[-1]
-            self.cells[-1] = start, at_s, steps + 1, _sum(before, done)
-            return
-        before_s = self.cells[-1][1] if self.cells else 0.0
-        start = max(before_s, at_s - max(map(sum, done.values()), default=0.0))
-        self.cells.append((start, at_s, 1, done))
-        if len(self.cells) > self.most:
-            pairs = zip(self.cells[::2], self.cells[1::2], strict=False)
-            odd = self.cells[-1:] if len(self.cells) % 2 else []
-            self.cells = [(a[0], b[1], a[2] + b[2], _sum(a[3], b[3])) for a, b in pairs] + odd
-            self.span *= 2
-            self.generation += 1
-
-
-def _sum(one: Cell, other: Cell) -> Cell:
-    summed = {worker: list(seconds) for worker, seconds in one.items()}
-    for worker, seconds in other.items():
-        had = summed.setdefault(worker, [0.0] * len(seconds))
-        summed[worker] = [a + b for a, b in zip(had, seconds, strict=True)]
-    return summed
 
 
 def short(figure: float | None) -> float | None:

@@ -155,13 +155,13 @@ def cells_of(fold: Fold, start: int) -> list[list[Any]]:
     """List the cells of the timeline: the beginning and end of each, and for each lane how much of it was busy, and
     sending."""
     cells = []
-    for start_s, at_s, _, done in fold.timeline.cells[start:]:
+    for cell in fold.timeline.points[start:]:
         shares: list[Any] = []
         for lane in fold.lanes:
-            seconds = done.get(lane)
+            seconds = cell.done.get(lane)
             whole = sum(seconds) if seconds is not None else 0.0
             shares.append([round(100 * seconds[0] / whole), round(100 * seconds[2] / whole)] if whole else None)  # type: ignore[index]
-        cells.append([short(start_s), short(at_s), shares])
+        cells.append([short(cell.start_s), short(cell.end_s), shares])
     return cells
 
 
@@ -218,7 +218,7 @@ class Viewer:
             names = [fold.workers[lane].name if lane in fold.workers else str(lane) for lane in fold.lanes]
             sent["timeline"] = {"start": start, "lanes": fold.lanes, "names": names, "cells": cells}
         self.sections["last cell"] = cells[-1:]
-        self.cells = line.generation, len(line.cells)
+        self.cells = line.generation, len(line.points)
 
     def _add_rows(self, fold: Fold, now: Record, sent: Record) -> None:
         rows = rows_of(fold, now)

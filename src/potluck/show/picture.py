@@ -92,21 +92,19 @@ def read_timeline(events: Path) -> Timeline:
     return timeline
 
 
-def gain_sentence(plain: Timeline, other: Timeline, names: tuple[str, str] = ("Sync", "Cadence")) -> str:
-    """Say what the second of two runs over the same rows gained over the first, as measured: to a loss, and in all."""
+def gain_sentence(plain: Timeline, other: Timeline) -> str:
+    """Say what Cadence gained over Sync, in two runs over the same rows, as measured: to a loss, and in all."""
     what = f"the same {plain.rows:,} rows" if plain.rows == other.rows else plural(other.rows, "row")
     took = f"{plain.seconds:.1f} s" if plain.rows == other.rows else f"{plain.seconds:.1f} s for {plain.rows:,}"
     times = (plain.seconds / max(plain.rows, 1)) / max(other.seconds / max(other.rows, 1), 1e-9)
     losses = ""
     if plain.validation_loss is not None and other.validation_loss is not None:
         losses = f"; validation loss {other.validation_loss:.2f} against {plain.validation_loss:.2f}"
-    whole = (
-        f"{names[1]} took {other.seconds:.1f} s for {what}, and {names[0]} {took}: {times:.1f} times as fast{losses}."
-    )
-    return f"{_to_a_loss(plain, other, names)}{whole}"
+    whole = f"Cadence took {other.seconds:.1f} s for {what}, and Sync {took}: {times:.1f} times as fast{losses}."
+    return f"{_to_a_loss(plain, other)}{whole}"
 
 
-def _to_a_loss(plain: Timeline, other: Timeline, names: tuple[str, str]) -> str:
+def _to_a_loss(plain: Timeline, other: Timeline) -> str:
     """Compare the time to the lowest validation loss that both have reached, if they looked at it while they
     trained."""
     looks = len(plain.looks), len(other.looks)
@@ -117,7 +115,7 @@ def _to_a_loss(plain: Timeline, other: Timeline, names: tuple[str, str]) -> str:
     if took[0] is None or took[1] is None or not took[1]:
         return ""
     return (
-        f"To a validation loss of {target:.2f} {names[1]} took {took[1]:.1f} s, and {names[0]} {took[0]:.1f} s:"
+        f"To a validation loss of {target:.2f} Cadence took {took[1]:.1f} s, and Sync {took[0]:.1f} s:"
         f" {took[0] / took[1]:.1f} times as fast. "
     )
 
