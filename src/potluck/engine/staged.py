@@ -30,8 +30,7 @@ from potluck.stages.cut import CutStage
 from potluck.stages.pipeline import PipelineRunner
 from potluck.stages.protocol import Schedule
 from potluck.stages.schedule import forward_only, plan_orders
-from potluck.stages.stage_modules import CutModel, StageModules, StageShard
-from potluck.stages.ties import Ties
+from potluck.stages.stage_modules import CutModel, StageModules, StageShard, Ties
 
 AT_ONCE = 8
 """Micro-batches that go through the stages together where nothing is trained."""

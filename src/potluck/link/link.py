@@ -97,19 +97,6 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
-class Here:
-    """Rows that are here already."""
-
-    def __init__(self, rows: list[list[float]]) -> None:
-        self._rows = rows
-
-    def is_here(self) -> bool:
-        return True
-
-    def wait(self) -> list[list[float]]:
-        return self._rows
-
-
 class Alone(Link):
     """A link of one."""
 
@@ -127,7 +114,7 @@ class Alone(Link):
         return Done()
 
     def start_gather(self, row: Sequence[float]) -> Rows:
-        return Here([list(row)])
+        return Done([list(row)])
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
@@ -143,14 +130,12 @@ class Alone(Link):
 
 
 class _Begun:
-    def __init__(self, *works: Pending | None) -> None:
-        self._works = works
+    def __init__(self, work: Pending | None) -> None:
+        self._work = Done() if work is None else work
 
     def wait(self) -> None:
         with _peers_may_vanish():
-            for work in self._works:
-                if work is not None:
-                    work.wait()
+            self._work.wait()
 
 
 class _Gathered:
@@ -224,9 +209,7 @@ class GroupLink(Link):
             return _ByHost(tensor, self.start_sum)
         self.note_call()
         with _peers_may_vanish():
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        assert work is not None
-        return _Begun(work)
+            return _Begun(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
         if not travels(tensor.device):
@@ -238,7 +221,7 @@ class GroupLink(Link):
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         if self.world == 1:
-            return Here([list(row)])
+            return Done([list(row)])
         self.note_call()
         own_row = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(own_row) for _ in range(self.world)]

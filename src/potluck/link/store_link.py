@@ -22,7 +22,7 @@ from torch import Tensor
 from potluck.coded_numbers import Coding
 from potluck.coded_tensors import decode, encode
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
-from potluck.link.link import Done, Here, Link, Pending, Rows
+from potluck.link.link import Done, Link, Pending, Rows
 from potluck.store.sessions import ABOUT, IN_FLIGHT, Background, StoreSession
 from potluck.store.tensors import about_of, start_to_host
 from potluck.tensor_bytes import buffer, from_bytes, to_bytes
@@ -131,7 +131,7 @@ class StorePart(Link):
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         packed = struct.pack(f"<{len(row)}d", *row)
-        return Here(_unpack(self.gather_bytes(packed))) if self.log.is_open else self._start_gather(packed, _unpack)
+        return Done(_unpack(self.gather_bytes(packed))) if self.log.is_open else self._start_gather(packed, _unpack)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         if self.log.is_replayed:

@@ -27,10 +27,16 @@ class Pending(Protocol):
 
 
 class Done:
-    """Work that has ended already."""
+    """Work that has ended already, with a result or without."""
 
-    def wait(self) -> None:
-        pass
+    def __init__(self, result: Any = None) -> None:
+        self._result = result
+
+    def is_here(self) -> bool:
+        return True
+
+    def wait(self) -> Any:
+        return self._result
 
 
 class Collectives:

@@ -25,7 +25,16 @@ from torch.distributed.tensor import DTensor
 
 from potluck.coded_numbers import Coding
 from potluck.errors import ConfigError
-from potluck.sharding.absent import SplitPlace, check_unwritten, name_of, name_parameter, refuse_replacements, watch
+from potluck.sharding.absent import (
+    SplitPlace,
+    check_unwritten,
+    mark_split,
+    name_of,
+    name_parameter,
+    refuse_copy,
+    refuse_replacements,
+    watch,
+)
 from potluck.sharding.blocks import untied
 from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
 from potluck.sharding.outputs import hook_fully_sharded
@@ -33,11 +42,10 @@ from potluck.sharding.passes import Lasts, Passes
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes, sparse_gradient, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
-from potluck.sharding.split_parameter import mark_split, refuse_copy
 from potluck.sharding.whole_steps import check_can_split
 
 AS_DTENSORS = torch._C.DisableTorchFunctionSubclass
-"""Turns off what split_parameter.py says of a loop's uses, which takes time for each attribute."""
+"""Turns off what absent.py says of a loop's uses, which takes time for each attribute."""
 IN_USE = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
 

@@ -1,7 +1,7 @@
 """OptimizerTraits: what is known of each kind of optimizer, in one table. A kind that is added is a row of it.
 
 Of an optimizer that is in no row, what it keeps is known by the names that these have for it, and whether it steps each
-parameter by itself is tried (one_by_one.py).
+parameter by itself is tried (whole_steps.py).
 """
 
 import inspect

@@ -1,15 +1,21 @@
 """WholeSteps: parameters whose optimizer looks at many of their numbers at once, each stepped whole by one rank.
 
 Muon makes a whole matrix orthogonal, Adafactor keeps means of its rows, 8-bit optimizers code blocks of it, and of most
-others nobody knows more than that they step each parameter by itself (one_by_one.py). So each such parameter has one
-owner among the ranks that hold it between them. Before a step all send the owner what they have of it and of its
-gradient; it steps all that it owns, by the optimizer as it is; and all take their parts back. What the optimizer keeps
-of it is the owner's, so that is split over the ranks too, parameter by parameter.
+others nobody knows more than that they step each parameter by itself. So each such parameter has one owner among the
+ranks that hold it between them. Before a step all send the owner what they have of it and of its gradient; it steps all
+that it owns, by the optimizer as it is; and all take their parts back. What the optimizer keeps of it is the owner's,
+so that is split over the ranks too, parameter by parameter.
+
+Whether an optimizer that Potluck does not know steps each parameter by itself is found by trying, on small copies. One
+that looks at all of them at once, as for a norm over the whole model, would find only those that its rank has.
 """
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +23,20 @@ from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
 from potluck.sharding.collectives import Collectives
-from potluck.sharding.one_by_one import why_not_one_by_one
 from potluck.sharding.optimizer_traits import KNOWN, is_elementwise, is_known_to_step_whole, why_nothing_apart
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, has_own_hooks
 from potluck.sharding.united_optimizers import each_of
+
+TRIALS = 3
+"""Steps of a trial: what is kept from one step to the next counts from the second on."""
+LARGEST = 4
+"""Largest size of each dimension of a copy."""
+OUR_OWN = {"step", "zero_grad", "add_param_group"}
+"""Methods that prepare() has put over those of the class."""
+COMMON = {"defaults", "param_groups", "state"}
+Probes = list[list[nn.Parameter]]
+"""Small parameters, by group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +152,7 @@ def check_can_cut(optimizer: Optimizer) -> None:
 def _why_not(optimizer: Optimizer) -> str | None:
     if is_elementwise(optimizer) or is_known_to_step_whole(optimizer):
         return None
-    why = why_not_one_by_one(optimizer)
+    why = _why_not_one_by_one(optimizer)
     return why and f"Potluck does not know that it treats each parameter by itself: {why}"
 
 
@@ -153,18 +168,14 @@ def check_hooks(optimizer: Optimizer) -> None:
 
 
 def names_stepped_whole(optimizer: Optimizer, group_names: Sequence[Sequence[str]]) -> set[str]:
-    """`group_names`: of the parameters in each of its groups."""
+    """Name the parameters that it treats each by itself, and not each number of them. After check_can_split().
+    `group_names`: of the parameters in each of its groups."""
     names = iter(group_names)
     stepped: set[str] = set()
     for each in each_of(optimizer):
         own = [name for _ in each.param_groups for name in next(names)]
-        stepped |= set(own) if is_stepped_whole(each) else set()
+        stepped |= set() if is_elementwise(each) else set(own)
     return stepped
-
-
-def is_stepped_whole(optimizer: Optimizer) -> bool:
-    """Whether it treats each parameter by itself, and not each number of it. After check_can_split()."""
-    return not is_elementwise(optimizer)
 
 
 def _hollow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -188,3 +199,72 @@ def _share_out(specs: Mapping[str, Spec], world: int) -> list[_Bundle]:
             starts[name], at = at, at + math.prod(specs[name].shape)
         bundles.append(_Bundle(owner, names, starts, at, dtype))
     return bundles
+
+
+# Trying
+
+
+def _why_not_one_by_one(optimizer: Optimizer) -> str | None:
+    """Part of a sentence; None: on small copies, each parameter came out the same whoever else was there."""
+    for name, value in vars(optimizer).items():
+        if name not in COMMON and any(isinstance(each, Tensor | nn.Module | Optimizer) for each in _inside(value)):
+            return f"it has tensors, modules or optimizers in self.{name}, outside of its groups and its state"
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            together = _try(optimizer, _probes(optimizer))
+            _try(optimizer, [[] for _ in optimizer.param_groups])  # some rank may have no parameter of it at all
+            for group, members in enumerate(together):
+                for index, whole in enumerate(members):
+                    alone = _probes(optimizer)
+                    alone = [[each[index]] if number == group else [] for number, each in enumerate(alone)]
+                    if not torch.allclose(_try(optimizer, alone)[group][0], whole, rtol=1e-4, atol=1e-7):
+                        return "what it does to a parameter depends on the other parameters, or on chance"
+    except Exception as error:
+        return f"a trial on small copies of its parameters ended with {type(error).__name__}: {error}"
+    return None
+
+
+def _inside(value: Any, depth: int = 2) -> Iterator[Any]:
+    yield value
+    if depth and isinstance(value, list | tuple | set | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _inside(each, depth - 1)
+
+
+def _probes(optimizer: Optimizer) -> Probes:
+    """Make two small parameters for each group, with as many dimensions as its first and its last. Their gradients are
+    large, so that anything that limits a norm shows."""
+    draw = torch.Generator().manual_seed(0)
+    probes: Probes = []
+    for group in optimizer.param_groups:
+        probes.append([])
+        for like in (group["params"][0], group["params"][-1]) if group["params"] else ():
+            shape = tuple(min(LARGEST, size) for size in like.shape)
+            dtype = like.dtype if like.is_floating_point() else torch.float32
+            probe = nn.Parameter(torch.randn(shape, generator=draw).to(like.device, dtype))
+            probe.grad = (100 * torch.randn(shape, generator=draw)).to(like.device, dtype)
+            probes[-1].append(probe)
+    return probes
+
+
+def _try(optimizer: Optimizer, probes: Probes) -> Probes:
+    """Steps these parameters with a twin of the optimizer, which knows nothing yet."""
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in OUR_OWN | COMMON:
+            twin.__dict__[name] = copy.copy(value)
+    twin.defaults, twin.state = optimizer.defaults, defaultdict(dict)
+    twin.param_groups = [
+        {**group, "params": members} | ({"lr": _rate(group["lr"])} if "lr" in group else {})
+        for group, members in zip(optimizer.param_groups, probes, strict=True)
+    ]
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    torch.manual_seed(0)
+    for _ in range(TRIALS):
+        twin.step()
+    return probes
+
+
+def _rate(rate: Any) -> Any:
+    """A warm-up begins with 0, at which nothing would be seen to happen."""
+    return torch.full_like(rate, 0.1) if isinstance(rate, Tensor) else 0.1
