@@ -1,13 +1,18 @@
 """`potluck finetune`, and `potluck chat` with what it has trained."""
 
-from dataclasses import dataclass, field, replace
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from potluck.commands.train import launch_recipe
+from potluck.errors import ConfigError
 from potluck.launch.options import Out, Page, Settings, Track, Workers
+from potluck.train.arguments import TrainArgs, data_setting, track_setting, write_recipe
 from potluck.words import say
 
 
@@ -53,21 +58,37 @@ class Finetune:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        from potluck.train.arguments import finetune_args, track_setting, write_recipe
-
-        args = finetune_args(
-            self.model,
-            self.rows,
-            task=self.task,
-            load=self.load,
-            full=self.full,
-            settings=(*self.settings, *track_setting(self.track)),
-            workers=self.workers,
-        )
+        args = self._args()
         if self.write is not None:
             return write_recipe(args, Path(self.write))
         say(f"Fine-tuning {self.model} on {', '.join(self.rows)}. First PyTorch and transformers are loaded.")
-        return launch_recipe(replace(args, out=self.out, resume=self.resume), None, self.page)
+        return launch_recipe(args, None, self.page)
+
+    def _args(self) -> TrainArgs:
+        """Name a built-in recipe, and what fills it in."""
+        if not self.rows:
+            raise ConfigError("potluck finetune takes a model, and what to train it on: potluck finetune MODEL DATA")
+        given = (self.model, *self.rows)
+        model, *rows = [str(Path(each).expanduser().absolute()) if Path(each).exists() else each for each in given]
+        named = {"model.hf": model, "model.task": self.task, "model.load": self.load, "name": _run_name(model, rows)}
+        own = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named.items() if value not in PLAIN]
+        count = () if self.workers is None else (f"workers.count={self.workers}",)
+        return TrainArgs(
+            recipe="finetune-full" if self.full else "finetune",
+            settings=(*own, *data_setting(rows), *count, *self.settings, *track_setting(self.track)),
+            out=self.out,
+            resume=self.resume,
+        )
+
+
+PLAIN = ("auto", "plain")
+"""Settings that need not be said."""
+
+
+def _run_name(model: str, rows: Sequence[str]) -> str:
+    """Make a run's name from the model and the data, as far as these are names."""
+    found = "-".join(re.sub(r"[^\w.-]+", "-", Path(each).stem or "data") for each in (model, rows[0]))
+    return found.strip(".-")[:80] or "finetune"
 
 
 @dataclass

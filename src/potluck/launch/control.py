@@ -6,7 +6,6 @@ secret is in them. Knows nothing of workers. Imports no torch.
 """
 
 import json
-import os
 import re
 import shutil
 import time
@@ -71,7 +70,7 @@ class Control:
         if self.folder is None:
             return
         with suppress(OSError):  # a full disk must not end a worker
-            _write(self.folder / STATE, {"doing": doing, "sentence": sentence, "run": self.run, "pid": os.getpid()})
+            write_whole(self.folder / STATE, json.dumps(vars(State(doing, sentence, self.run))), 0o600)
 
     def wish(self) -> Wish:
         found = read_table(self.folder / WISH, MOST_BYTES) if self.folder is not None else {}
@@ -115,12 +114,11 @@ class Found:
 
     def state(self) -> State:
         found = read_table(self.folder / STATE, MOST_BYTES)
-        words = [str(found.get(name, "")) for name in ("doing", "sentence", "run")]
-        return State(*words)
+        return State(*(str(found.get(name, "")) for name in ("doing", "sentence", "run")))
 
     def wish(self, wish: Wish) -> None:
         try:
-            _write(self.folder / WISH, vars(wish))
+            write_whole(self.folder / WISH, json.dumps(vars(wish)), 0o600)
         except OSError as error:
             raise ConfigError(f"Cannot tell {self.name}: {error.strerror}.") from None
 
@@ -151,7 +149,7 @@ def pause(name: str | None, length: str | None) -> int:
         if before.doing == "paused":  # then it has only another time to come back
             state = _next_state(joiner, before)
         else:
-            state = _await(joiner, "paused")
+            state = _await_pause(joiner)
         is_away = state.doing == "paused"
         sentence = state.sentence if is_away else "It finishes what it holds, and is away then."
         say(f"{joiner.name}: {sentence if joiner.is_alive else 'It has ended.'}")
@@ -172,6 +170,11 @@ def _next_state(joiner: Found, before: State) -> State:
     return joiner.state()
 
 
+def _await_pause(joiner: Found) -> State:
+    wait_until(lambda: joiner.state().doing == "paused" or not joiner.is_alive, WAIT_S)
+    return joiner.state()
+
+
 def choose(joiners: list[Found], name: str | None, command: str) -> list[Found]:
     """The one that is meant, or all of them; a ConfigError lists them where it is not clear."""
     if not joiners:
@@ -181,20 +184,11 @@ def choose(joiners: list[Found], name: str | None, command: str) -> list[Found]:
     chosen = [joiner for joiner in joiners if name is None or joiner.name == name]
     if len(chosen) == 1:
         return chosen
-    listed = "".join(f"\n  {joiner.name}  {_tell(joiner)}" for joiner in joiners)
+    states = [(joiner.name, joiner.state()) for joiner in joiners]
+    listed = "".join(f"\n  {each}  {state.run}: {state.sentence}" for each, state in states)
     if name is not None:
         raise ConfigError(f"No worker of yours on this machine is called {name!r}. There are:{listed}")
     raise ConfigError(f"Say which: potluck {command} NAME, or potluck {command} {ALL}. There are:{listed}")
-
-
-def _tell(joiner: Found) -> str:
-    state = joiner.state()
-    return f"{state.run}: {state.sentence}"
-
-
-def _await(joiner: Found, doing: str) -> State:
-    wait_until(lambda: joiner.state().doing == doing or not joiner.is_alive, WAIT_S)
-    return joiner.state()
 
 
 def parse_length(text: str) -> float:
@@ -212,7 +206,3 @@ def tell_length(seconds: float) -> str:
         if seconds >= unit_s and (seconds / unit_s * 4).is_integer():
             return f"{seconds / unit_s:g} {unit}"
     return f"{seconds:g} s"
-
-
-def _write(path: Path, table: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(table), 0o600)

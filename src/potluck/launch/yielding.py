@@ -109,7 +109,7 @@ class CardUse:
         if seen is None or held is None:
             return None
         # In a container nvidia-smi may name processes by numbers that mean nothing here, our own among them.
-        here = [line for line in held.splitlines() if _is_here(line)]
+        here = [",".join(words) for words in _rows(held) if psutil.pid_exists(int(_number(words[1])))]
         return Sample(now, share_of_cards(seen, "\n".join(here), ours), "the card of this machine")
 
     def _ask(self, query: str, cards: tuple[str, ...]) -> str | None:
@@ -121,8 +121,10 @@ class CardUse:
         return done.stdout if done.returncode == 0 else None
 
 
-def _is_here(line: str) -> bool:
-    return line.count(",") == 2 and psutil.pid_exists(int(_number(line.split(",")[1])))
+def _rows(text: str) -> list[list[str]]:
+    """The lines of nvidia-smi that have three words."""
+    rows = ([word.strip() for word in line.split(",")] for line in text.splitlines())
+    return [words for words in rows if len(words) == 3]
 
 
 def share_of_cards(seen: str, held: str, ours: Collection[int]) -> float:
@@ -131,20 +133,13 @@ def share_of_cards(seen: str, held: str, ours: Collection[int]) -> float:
 
     How busy a card is can be told apart by process nowhere, so while ours computes on it, others count by their memory.
     """
-    processes = [line.split(",") for line in held.splitlines() if line.count(",") == 2]
     most = 0.0
-    for line in seen.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) != 3:
-            continue
-        card, busy, used = words[0], _number(words[1]), _number(words[2])
-        others = [
-            _number(mib) for uuid, pid, mib in processes if uuid.strip() == card and int(_number(pid)) not in ours
-        ]
+    for card, busy, used in _rows(seen):
+        others = [_number(mib) for uuid, pid, mib in _rows(held) if uuid == card and int(_number(pid)) not in ours]
         if any(mib * 2**20 >= CARD_BYTES for mib in others):
             most = max(most, 1.0)
         elif not ours:  # all of it is others', also where nvidia-smi names no process, as in containers
-            most = max(most, 1.0 if used * 2**20 >= CARD_BYTES else busy / 100)
+            most = max(most, 1.0 if _number(used) * 2**20 >= CARD_BYTES else _number(busy) / 100)
     return most
 
 

@@ -5,7 +5,6 @@ Imports no torch, so that a command answers at once and the workers load it side
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -97,38 +96,6 @@ def workers_of(args: TrainArgs) -> WorkersConfig:
     if not isinstance(table, dict):
         raise ConfigError(f"workers is a table of settings, such as workers.count=2, not {table!r}.")
     return from_dict(WorkersConfig, table, "workers")
-
-
-def finetune_args(
-    model: str,
-    rows: Sequence[str],
-    *,
-    task: str,
-    load: str,
-    full: bool,
-    settings: tuple[str, ...],
-    workers: int | None,
-) -> TrainArgs:
-    """Make the arguments of `potluck finetune`: a built-in recipe, and what fills it in."""
-    if not rows:
-        raise ConfigError("potluck finetune takes a model, and what to train it on: potluck finetune MODEL DATA")
-    model, *rows = [str(Path(each).expanduser().absolute()) if Path(each).exists() else each for each in (model, *rows)]
-    named = {"model.hf": model, "model.task": task, "model.load": load, "name": _run_name(model, rows)}
-    own = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named.items() if value not in PLAIN]
-    count = () if workers is None else (f"workers.count={workers}",)
-    return TrainArgs(
-        recipe="finetune-full" if full else "finetune", settings=(*own, *data_setting(rows), *count, *settings)
-    )
-
-
-PLAIN = ("auto", "plain")
-"""Settings that need not be said."""
-
-
-def _run_name(model: str, rows: Sequence[str]) -> str:
-    """Make a run's name from the model and the data, as far as these are names."""
-    found = "-".join(re.sub(r"[^\w.-]+", "-", Path(each).stem or "data") for each in (model, rows[0]))
-    return found.strip(".-")[:80] or "finetune"
 
 
 def write_recipe(args: TrainArgs, out: Path) -> int:
