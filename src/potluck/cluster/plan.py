@@ -83,11 +83,9 @@ def plan_early(place: JobPlace, asked: As | None, *, may_be_requeued: bool) -> D
     if asked is not None:
         return Decision(asked, f"{_what(asked)}, as asked.")
     if may_be_requeued:
-        return Decision(
-            "host", f"{_what('host')}, since {place.scheduler} may take the nodes away and start the job again."
-        )
+        return _host_since(f"{place.scheduler} may take the nodes away and start the job again")
     if place.tasks is None:
-        return Decision("host", f"{_what('host')}, since {place.scheduler} does not say how many will come.")
+        return _host_since(f"{place.scheduler} does not say how many will come")
     return None
 
 
@@ -96,14 +94,16 @@ def plan(place: JobPlace, nodes: Sequence[tuple[str, NodeResources]]) -> Decisio
     missing = (place.tasks or len(nodes)) - len(nodes)
     if missing > 0:
         are = "is" if missing == 1 else "are"
-        return Decision(
-            "host", f"{_what('host')}, since {plural(missing, 'node')} {are} not there yet and may come later."
-        )
+        return _host_since(f"{plural(missing, 'node')} {are} not there yet and may come later")
     if other := difference(nodes):
-        return Decision("host", f"{_what('host')}, since nodes differ: {other}.")
+        return _host_since(f"nodes differ: {other}")
     if len(nodes) == 1:
         return Decision("group", "A fixed group, on this node alone.")
     return Decision("group", f"{_what('group')}, since all {len(nodes)} nodes are alike: {nodes[0][1].words()}.")
+
+
+def _host_since(why: str) -> Decision:
+    return Decision("host", f"{_what('host')}, since {why}.")
 
 
 def _what(led: As) -> str:

@@ -32,6 +32,8 @@ from potluck.words import count, duration, plural
 LINE_EVERY_S = 5.0
 """Seconds between two lines without a terminal, at least."""
 RECENT_STEPS = 20
+ADDED = ("rows", "samples", "busy_s", "wait_s", "send_s")
+"""Figures of a worker that are added up over the run."""
 
 
 class Progress:
@@ -156,14 +158,8 @@ class Progress:
     def _add_up(self, workers: tuple[WorkerStep, ...]) -> None:
         for new in workers:
             old = self._sums.get(_name(new), WorkerStep(rank=new.rank, rows=0, samples=0, busy_s=0, wait_s=0))
-            self._sums[_name(new)] = replace(
-                new,
-                rows=old.rows + new.rows,
-                samples=old.samples + new.samples,
-                busy_s=old.busy_s + new.busy_s,
-                wait_s=old.wait_s + new.wait_s,
-                send_s=old.send_s + new.send_s,
-            )
+            sums = {each: getattr(old, each) + getattr(new, each) for each in ADDED}
+            self._sums[_name(new)] = replace(new, **sums)
 
     def _picture(self, *, of_run: bool = False) -> Group:
         """Draw the state as of the last step or window; at the end, of the whole run."""
