@@ -162,6 +162,19 @@ def test_a_worker_that_hangs_is_named_by_the_replay(tmp_path: Path) -> None:
     assert "w1: computing its gradient, owes slices" in owed and "w0: sending its gradient" in owed, owed
 
 
+def test_a_worker_whose_gradient_the_host_leaves_unread_is_not_who_is_waited_for(tmp_path: Path) -> None:
+    """One is stopped after its report and before its gradient; the other's gradient waits for that one's."""
+    run = Fleet(workers=2, faults=FaultScript().stall("w1", at_step=3, seconds=600), patience_s=1000.0)
+    recorded(run, tmp_path, lambda: run.clock.now > 200)
+    done = replay(tmp_path)
+    assert done.core is not None
+    w0, w1 = sorted(done.core.membership.members.values(), key=lambda member: member.name)
+    w1.reported |= {number for node in w1.nodes for number in range(*node)}
+    assert tell_waits(done.core, done.clock).startswith("The host waits for w0 and w1, each of which is sending")
+    sentence = tell_waits(done.core, done.clock, held=[w0.peer])
+    assert sentence.startswith("The host and 1 other worker wait for w1, which is sending its gradient"), sentence
+
+
 def test_no_secret_no_row_and_no_tensor_is_written_down(tmp_path: Path) -> None:
     run = Fleet(workers=2, save_every=2, gather_every=1)
     recorded(run, tmp_path, lambda: run.host.finish is not None)

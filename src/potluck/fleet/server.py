@@ -192,6 +192,7 @@ class Server:
         try:
             now, mean = time.monotonic(), self.exchange.mean
             receivers = sorted(mean.waits_for) if mean is not None and not is_held else []
+            held = [peer for peer, connection in list(self.connections.items()) if connection.held]
             lines = tell_owed(self.core, now)
             for peer, connection in list(self.connections.items()):
                 member = self.core.membership.members.get(peer)
@@ -201,7 +202,7 @@ class Server:
                 owner = re.search(r"owner=(\d+)", repr(self._lock))
                 holder = names.get(int(owner[1])) if owner is not None else None
                 lines.append(f"The coordinator's lock is held by thread {holder}; what is said here may be half done.")
-            return tell_waits(self.core, now, receivers), lines
+            return tell_waits(self.core, now, receivers, held), lines
         finally:
             if not is_held:
                 self._lock.release()

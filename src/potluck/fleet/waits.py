@@ -12,10 +12,14 @@ from potluck.words import duration, plural, size
 MOST_NAMED = 8
 
 
-def tell_waits(core: Coordinator, now: float, receivers: Collection[int] = ()) -> str:
-    """Say it in one sentence. `receivers`: peers that have not taken the averages which the next ones would replace."""
+def tell_waits(core: Coordinator, now: float, receivers: Collection[int] = (), held: Collection[int] = ()) -> str:
+    """Say it in one sentence.
+
+    `receivers`: peers that have not taken the averages which the next ones would replace. `held`: peers whose gradients
+    the host leaves unread until others' have come, so that they are not who is waited for.
+    """
     members = list(core.membership.members.values())
-    late, what, since = _find_late(core, now, members, receivers)
+    late, what, since = _find_late(core, now, members, receivers, held)
     if not late:
         return what
     others = len(core.membership.ready) - sum(m.is_ready for m in late)
@@ -29,7 +33,7 @@ def tell_waits(core: Coordinator, now: float, receivers: Collection[int] = ()) -
 
 
 def _find_late(
-    core: Coordinator, now: float, members: list[WorkerRecord], receivers: Collection[int]
+    core: Coordinator, now: float, members: list[WorkerRecord], receivers: Collection[int], held: Collection[int]
 ) -> tuple[list[WorkerRecord], str, float]:
     """Return the workers that are waited for, what they do, and since when; or nobody, and a sentence."""
     under = core.now
@@ -42,7 +46,7 @@ def _find_late(
         chosen = silent or [m for m in owing if m.is_computing]
         if not chosen and (takers := [m for m in members if m.peer in receivers]):
             return takers, f"to take the averages of step {core.standing.version:,}", under.last_report
-        chosen = chosen or owing
+        chosen = chosen or [m for m in owing if m.peer not in held] or owing
         if not chosen:
             return [], f"Nobody owes anything of step {under.step:,}, which is not over: a fault of the host.", now
         what = chosen[0].doing(core.standing.version)
