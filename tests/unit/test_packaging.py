@@ -127,7 +127,9 @@ def test_what_clusters_are_told_to_run_are_commands() -> None:
         words = command if hasattr(cli.Join, "watch") else [word for word in command if word not in ("--watch", "auto")]
         try:
             with contextlib.redirect_stderr(io.StringIO()) as said:
-                tyro.cli(cli.COMMANDS, args=words, prog="potluck", config=(tyro.conf.FlagCreatePairsOff,))
+                tyro.extras.subcommand_cli_from_dict(
+                    cli.COMMANDS, args=words, prog="potluck", config=(tyro.conf.FlagCreatePairsOff,)
+                )
         except SystemExit:
             pytest.fail(f"{name}: {command} does not parse: {said.getvalue()}")
 
