@@ -15,7 +15,7 @@ demo: $(READY)  ## three workers, one of them three times slower: Sync against C
 	$(BIN)/potluck demo
 
 demo-fleet: $(READY)  ## a worker and the host are killed with -9, another joins, and no bit changes: about a minute
-	$(BIN)/potluck demo fleet
+	$(BIN)/python -m examples.demo_fleet
 
 test: $(READY)-to-test  ## everything that takes seconds, three tests at a time: most of them wait
 	$(BIN)/pytest -n 3 --dist worksteal

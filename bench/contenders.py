@@ -116,8 +116,8 @@ class Ours:
 class Led:
     """The same as a worker that a server leads; the environment holds its invite."""
 
-    policy: tuple[Any, ...] = ()
-    """One, or none: as it is by default."""
+    policy: tuple[Any, ...] = ("sync",)
+    """As bare DDP does it. The default under a host is Auto, whose windows are other work."""
 
     def __init__(self, task: Task) -> None:
         import potluck

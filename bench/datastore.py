@@ -131,7 +131,7 @@ class Ours:
 
 
 def labels(turn: int, count: int) -> list[Any]:
-    from potluck.stages.channel import Label
+    from potluck.stages.pipeline import Label
 
     return [Label(turn * 1000 + index // STEP, "activation", 0, 1, index % STEP) for index in range(count)]
 

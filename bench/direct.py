@@ -74,7 +74,7 @@ class _Stream:
         self.step = 0
 
     def through_channel(self) -> None:
-        from potluck.stages.channel import Label
+        from potluck.stages.pipeline import Label
 
         self.step += 1
         labels = [Label(self.step * 1000 + self.tensor.numel(), "activation", 0, 1, n) for n in range(self.count)]

@@ -27,7 +27,7 @@ from potluck.train.arguments import find_recipe
 from potluck.train.model import GPT, next_token_loss
 from potluck.train.recipe import RunConfig
 from potluck.train.schedule import ScheduleConfig
-from potluck.train.text import TextWindows, read_windows
+from potluck.train.text import TextWindows, read_rows
 
 TRAINED = "trained"
 """What a rank tells when it has ended: quotas may be lifted."""
@@ -59,7 +59,8 @@ class Lesson:
         return cls(from_toml(RunConfig, text, source=source, overrides=tuple(settings)), seed, steps)
 
     def data(self) -> tuple[TextWindows, TextWindows]:
-        return read_windows(self.config.data, self.config.model.context)
+        training, validation, _ = read_rows(self.config.data, self.config.model.context)
+        return training, validation
 
     @property
     def rows(self) -> int:

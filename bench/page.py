@@ -25,9 +25,9 @@ from typing import Any
 from bench.report import Comparison, Result
 from bench.turns import say, take_turns
 from potluck.events import read_events
-from potluck.page.settings import PageSettings
+from potluck.page.access import Access
 from potluck.page.start import PageProcess, start_page
-from potluck.page.where import PageAddress
+from potluck.page.where import PageSettings
 
 STATIC = Path(__file__).parents[1] / "src" / "potluck" / "page" / "static"
 LINK = re.compile(r"The page of this run: (\S+)")
@@ -153,7 +153,7 @@ class _Crowd:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[PageProcess]:
-        page = start_page(PageAddress(), PageSettings(folder=self.folder))
+        page = start_page(Access(), PageSettings(folder=self.folder))
         assert page is not None
         over = threading.Event()
 
@@ -171,7 +171,7 @@ class _Crowd:
             page.close()
 
     def while_shown(self, act: Callable[[], float]) -> float:
-        with self.shown() as page, _looking(page.place.link):
+        with self.shown() as page, _looking(page.settings.link):
             return act()
 
 
@@ -191,12 +191,12 @@ def _tab(crowd: _Crowd, minutes: float) -> dict[str, list[float]]:
         browser = driver.chromium.launch(executable_path=chromium, args=flags)
         for _ in range(5):
             tab = browser.new_page()
-            tab.goto(page.place.link)
+            tab.goto(page.settings.link)
             tab.wait_for_selector("#rows tr", timeout=60_000)
             paints.append(tab.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000)
             tab.close()
         tab = browser.new_page()
-        tab.goto(page.place.link)
+        tab.goto(page.settings.link)
         began, busy_s = time.monotonic(), _busy_s(page.process.pid)
         until = began + 60 * minutes
         while time.monotonic() < until:

@@ -28,6 +28,7 @@ from potluck.fleet.description import Description, Part
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.invite import Identity, Invite
 from potluck.fleet.journal import Journal
+from potluck.fleet.listener import Listener
 from potluck.fleet.server import Server
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.wire.messages import Admitted, Applied, Committed, Message, Ready, SliceReport, Work
@@ -190,6 +191,7 @@ class Helper:
             host_connector.connect_local = lambda port: None  # type: ignore[assignment]
         self.client = Client(found, name=f"helper {number}", kind="helper", say=lambda text: None)
         self.client.connect()
+        self.listener = Listener(self.client)
         self.client.description = Description(
             parts=parts, model="made up", rows=1 << 40, batch=workers, slices=workers, seed=0, unit=1.0,
             samples_per_row=1.0, policy="sync", told={},
@@ -219,13 +221,13 @@ class Helper:
             for _ in range(len(work.nodes) // 2):
                 self.client.send_part(work.step, part, gradients)
         self._await(Committed)
-        means = self.client.take_means(work.step)
+        means = self.listener.take_means(work.step)
         assert means is not None and all(part[0] == part[-1] == self.mean for part in means.parts)
-        self.client.give_back(means)
+        self.listener.give_back(means)
         self.client.send(Applied(work.step, "same", 0.0, 0.0, ""))
 
     def _await(self, kind: type[Message]) -> Message:
-        while not isinstance(message := self.client.receive(30.0), kind):
+        while not isinstance(message := self.listener.receive(30.0), kind):
             if message is None or isinstance(message, ConnectionLost):
                 raise RuntimeError(f"waited for {kind.__name__}: {message}")
         return message

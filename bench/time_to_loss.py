@@ -30,7 +30,7 @@ from bench.report import Comparison, Result
 from bench.testbed import Machine
 from bench.turns import say
 from bench.uneven import Uneven, cores_of
-from potluck.launch.demo import SETTINGS
+from potluck.commands.demo import SETTINGS
 from potluck.show.picture import time_to
 
 CONTENDERS = ("bare DDP", "Cadence", "Sync", "Auto")

@@ -28,10 +28,15 @@ PRELOADED = [
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch.utils.data",
+    "torch.utils.serialization.config",
     "pytest",
     "hypothesis",
     "potluck.train.recipe",
     "potluck.engine.sharded",
+    "potluck.engine.staged",
+    "potluck.save.store_run",
+    "potluck.stages.datastore",
+    "tests.preloaded",
 ]
 
 _server = multiprocessing.get_context("forkserver")

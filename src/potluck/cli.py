@@ -12,14 +12,12 @@ from potluck import __version__
 from potluck.account import begin as begin_account
 from potluck.account import on_quit
 from potluck.commands.demo import Demo
-from potluck.commands.export import Export
 from potluck.commands.finetune import Chat, Finetune
-from potluck.commands.host import Host, MakeInvite
+from potluck.commands.host import Host, MakeInvite, Up
 from potluck.commands.join import Join, Pause, Resume
 from potluck.commands.looking import Doctor, ReplayRun, WatchRun, Why
-from potluck.commands.push import Push
+from potluck.commands.results import Export, Push
 from potluck.commands.train import Run, Train
-from potluck.commands.up import Up
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.event_queue import end_process
 from potluck.logs import configure_logs

@@ -44,7 +44,8 @@ def from_dict(cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
         if key not in fields and key not in gone:
             raise ConfigError(_unknown_key(_join(path, key), key, list(fields)))
     for name, field in fields.items():
-        if name not in data and _is_required(field):
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if name not in data and not has_default:
             raise ConfigError(f"{_join(path, name)} is missing, and has no default.")
     values = {
         key: value if key in gone else _convert(hints[key], value, _join(path, key)) for key, value in data.items()
@@ -97,10 +98,6 @@ def _plain(value: Any) -> Any:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def _is_required(field: "dataclasses.Field[Any]") -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _unknown_key(path: str, key: str, valid: list[str]) -> str:

@@ -3,13 +3,13 @@
 AMD's cards are torch's "cuda" too, under ROCm. Apple's (MPS) have no float64, and no process group takes their tensors.
 """
 
-import contextlib
 import os
 import platform
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from potluck.environment import processor
 
 
 def choose_device(*, is_whole: bool = True) -> torch.device:
@@ -111,11 +111,7 @@ def kind_of(device: torch.device, ranks: int = 1) -> str:
     if device.type != "cpu":
         name = name_of(device)
         return f"{name}{together}; " * (ranks > 1) + f"{name}, torch {torch.__version__}"
-    processor = platform.machine()
-    with contextlib.suppress(OSError):  # not every system has it: then the architecture is the name
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
     fused = "" if torch.backends.cpu.get_cpu_capability() != "DEFAULT" else " without AVX2"
     update = f"{platform.machine()}{fused}, torch {torch.__version__}"
     threads = torch.get_num_threads()
-    return f"{processor}, {threads} thread{'s' if threads > 1 else ''}{together}; {update}"
+    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}{together}; {update}"

@@ -1,6 +1,7 @@
 """Environment variables by which a parent tells its processes something, and the memory and cores of this machine."""
 
 import os
+import platform
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def free_memory_bytes() -> int:
     import psutil
 
     return int(psutil.virtual_memory().available)
+
+
+def processor() -> str:
+    """Name the processor; where the system does not tell, its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def usable_cores() -> int:

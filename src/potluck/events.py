@@ -123,7 +123,8 @@ class Decided(Event):
     anchor: int = 1
     """Batches of the slowest until the next agreement."""
     divergence: float = 0.0
-    """How far the workers had drifted apart at the last agreement, as a part of the mean."""
+    """How far the workers had drifted apart, as a part of the mean: the farthest, as they reported with their last
+    work."""
 
 
 class StepSkipped(Event):

@@ -37,8 +37,8 @@ def written_aside(path: Path, mode: int = 0o666, *, durable: bool = False) -> It
         sync(path.absolute().parent)
 
 
-def write_whole(path: Path, text: str, mode: int = 0o666, *, durable: bool = False) -> None:
-    with written_aside(path, mode, durable=durable) as file:
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    with written_aside(path, mode) as file:
         file.write(text.encode())
 
 

@@ -20,7 +20,7 @@ Not undone:
   For anybody else it does what it did.
 
 For a while: how torch sends small tensors, in a process that fetches rows, and whether it tells of one that died
-(data/fetching.py); a Lightning module's log, while rows that are somebody else's are computed
+(data/rows.py); a Lightning module's log, while rows that are somebody else's are computed
 (integrations/lightning.py).
 """
 

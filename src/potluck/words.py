@@ -8,6 +8,17 @@ def say(sentence: str) -> None:
     print(f"potluck: {sentence}", file=sys.stderr, flush=True)
 
 
+def first_line(error: BaseException) -> str:
+    """Return what a library said, without its stack of advice; to end a sentence of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".")
+
+
+def printable(text: str) -> str:
+    """Leave out what a terminal would obey."""
+    return "".join(letter for letter in text if letter.isprintable() or letter == "\n")
+
+
 def plural(number: int, noun: str) -> str:
     """plural(1, "worker") is "1 worker", plural(2000, "batch") "2,000 batches"."""
     hisses = noun.endswith(("ch", "sh", "s", "x")) and not noun.endswith("epoch")

@@ -1,5 +1,6 @@
-"""`potluck demo fleet` for real: the kills happen, the weights are the same, and it can tell when they are not."""
+"""The fleet's demo for real: the kills happen, the weights are the same, and it can tell when they are not."""
 
+import os
 import re
 import signal
 import subprocess
@@ -10,9 +11,18 @@ from typing import Any
 import pytest
 
 from potluck.events import read_events
-from tests.cli.test_cli import children, is_alive, run, start, steps, wait_until
+from tests.cli.test_cli import children, is_alive, run, steps, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+ROOT = Path(__file__).parents[2]
+DEMO = [sys.executable, "-m", "examples.demo_fleet"]
+AT_ROOT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def demo(place: Path, *command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=place, env=AT_ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
@@ -20,7 +30,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_weights_of_a_run_with_kills_and_a_newcomer_are_those_of_the_undisturbed_one(tmp_path: Path) -> None:
-    done = run(tmp_path, "demo", "fleet", timeout_s=600)
+    done = demo(tmp_path, *DEMO, timeout_s=600)
     said = done.stdout
     print(said)
     assert done.returncode == 0, said + done.stderr
@@ -54,9 +64,9 @@ def lost_at(records: list[dict[str, Any]]) -> int:
 
 def test_another_seed_makes_other_weights_and_that_is_said(tmp_path: Path) -> None:
     """And a run that is over before anybody could join is done again, longer."""
-    order = 'FleetOrder(settings=("data.limit_bytes=20_000",), joiners=2, undisturbed=("fit.seed=5",))'
-    code = f"import sys; from potluck.launch.demo_fleet import *; sys.exit(demo_fleet({order}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=800)
+    order = 'FleetOrder(settings=["data.limit_bytes=20_000"], joiners=2, undisturbed=("fit.seed=5",))'
+    code = f"import sys; from examples.demo_fleet.__main__ import *; sys.exit(demo_fleet({order}))"
+    done = demo(tmp_path, sys.executable, "-c", code, timeout_s=800)
     said = done.stdout
     print(said)
     assert done.returncode == 1, said + done.stderr
@@ -67,7 +77,9 @@ def test_another_seed_makes_other_weights_and_that_is_said(tmp_path: Path) -> No
 
 
 def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
-    process = start(tmp_path, "demo", "fleet", "--out", "mine")
+    process = subprocess.Popen(
+        [*DEMO, "--out", "mine"], cwd=tmp_path, env=AT_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     wait_until(lambda: len(steps(tmp_path / "mine" / "disturbed")) >= 2, 200)
     ours = children(process.pid)
     workers = [pid for child in ours for pid in children(child)]
@@ -79,7 +91,12 @@ def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
 
 
 def test_the_last_words_of_a_child_that_fails_are_shown(tmp_path: Path) -> None:
-    done = run(tmp_path, "demo", "fleet", "--set", "model.heads=7", timeout_s=300)
+    done = demo(tmp_path, *DEMO, "--set", "model.heads=7", timeout_s=300)
     assert done.returncode == 1
     assert re.search(r"potluck: joiner-\d stopped with exit code 2\. The last it said, in .*heads", done.stderr, re.S)
     assert "Traceback" not in done.stderr
+
+
+def test_the_command_that_it_was_says_where_it_is(tmp_path: Path) -> None:
+    done = run(tmp_path, "demo", "fleet")
+    assert done.returncode == 2 and "python -m examples.demo_fleet" in done.stderr

@@ -79,7 +79,7 @@ def test_a_worker_that_hangs_under_a_host_is_named_while_it_does_and_by_a_replay
     done = run(place, "replay", str(folder))
     assert done.returncode == 0 and "the same decisions as then." in done.stdout, done.stdout + done.stderr
     # What was heard does not tell whose gradient the host left unread until the other's came, so both may be named.
-    both = "The host waits for host-worker-0 and host-worker-1, each of which is sending its gradient"
+    both = r"The host waits for host-worker-\d and host-worker-\d, each of which is sending its gradient"
     assert re.search(f"At its end: ({wait}|{both})", done.stdout), done.stdout
     assert "potluck replay" in run(place, "why", str(folder)).stdout
     text = b"".join(zlib.decompressobj(wbits=31).decompress(path.read_bytes()) for _, path in segments(folder / FLIGHT))

@@ -238,6 +238,9 @@ def _as_torch_can(case: Case) -> Case:
         case = replace(case, optimizer=STEADY[1])
     if "sparse" in words:
         case = replace(case, optimizer="SGD(lr=0.1)")
+    if "bilinear" in words:  # autocast casts none of its four tensors
+        for precision in ("precision='bf16'", "precision='fp16'"):
+            case = replace(case, legs=tuple(without(leg, precision) for leg in case.legs))
     is_compiled = any("compile" in leg.switches for leg in case.legs)
     if is_compiled or {"tokens", "reentrant", "lstm", "gru", "encoder"} & set(words):  # no derivative, or no second one
         case = replace(case, habits=tuple(habit for habit in case.habits if habit != "penalty"))

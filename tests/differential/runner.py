@@ -78,7 +78,7 @@ def begin() -> None:
     ten seconds."""
     torch.set_num_threads(1)
     if HAS_PEFT:
-        _server.set_forkserver_preload([*PRELOADED, "peft"])
+        _server.set_forkserver_preload(["peft", *PRELOADED])
 
 
 @functools.cache

@@ -109,7 +109,7 @@ def padded_tokenizer(**options: Any) -> Any:
 
 def test_a_tokenizer_without_a_pad_token_gets_one_that_is_never_learnt(tmp_path: Path) -> None:
     from potluck.finetune.encoding import load_tokenizer
-    from potluck.finetune.objective import answer_loss
+    from potluck.finetune.recipe import answer_loss
 
     for number, (options, expected) in enumerate([({}, "</s>"), ({"pad": "<pad>"}, "<pad>"), ({"ends": False}, "<s>")]):
         ends = options.pop("ends", True)
@@ -233,8 +233,7 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
     """For llama and for GPT-2; it is tried at the start of every such run."""
     import transformers
 
-    from potluck.finetune.objective import answer_loss, packs_apart
-    from potluck.finetune.recipe import packed_pair
+    from potluck.finetune.recipe import answer_loss, packed_pair, packs_apart
     from potluck.finetune.token_rows import TokenCollate, TokenRow
 
     for kind in ("llama", "gpt2"):

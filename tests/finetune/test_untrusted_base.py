@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from potluck.errors import ConfigError
 from potluck.finetune.settings import PretrainedConfig
 from tests.finetune.made import make_base, make_tokenizer
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 CPU = torch.device("cpu")
 
 

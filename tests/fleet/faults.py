@@ -8,10 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from potluck.fleet import phases
-from potluck.wire.messages import BlockGradientPayload, CodedPart, Committed, NonBlockGradientPayload, StateChunk
-from tests.fleet.fleet import Fault, die, stop
+from potluck.wire.messages import (
+    AverageAt,
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    BlockGradientPayload,
+    CodedAverage,
+    CodedPart,
+    Committed,
+    NonBlockGradientPayload,
+    StateChunk,
+)
+from tests.fleet.fleet import STEPS, Fault, die, stop
 
 AT_STEP = 4
+assert 1 < AT_STEP < STEPS
 
 
 def at(phase: str, call: Callable[..., None]) -> None:
@@ -24,12 +35,14 @@ def at(phase: str, call: Callable[..., None]) -> None:
     phases.listeners.append(listen)
 
 
-def _end_at(phase: str, place: Path, end: Any, what: str, step: int | None = AT_STEP, count: int = 1) -> None:
-    """The count-th time that it is reached in that step, or in any."""
+def _end_at(
+    phase: str, place: Path, end: Any, what: str, step: int | None = AT_STEP, count: int = 1, part: int | None = None
+) -> None:
+    """The count-th time that it is reached in that step, or in any; `part`: for that one."""
     times = itertools.count(1)
 
     def reached(at: int, **found: Any) -> None:
-        if step in (None, at) and next(times) == count:
+        if step in (None, at) and part in (None, found.get("part")) and next(times) == count:
             end(place, what)
 
     at(phase, reached)
@@ -57,7 +70,7 @@ def in_backward(place: Path, end: Any = die) -> None:
 def half_a_payload_sent(place: Path, end: Any = die) -> None:
     def half(step: int, message: Any, pipe: Any, parts: list[Any]) -> None:
         is_payload = isinstance(message, BlockGradientPayload | NonBlockGradientPayload | CodedPart)
-        if is_payload and step == AT_STEP and not _fired(place, "half"):
+        if is_payload and step >= AT_STEP and not _fired(place, "half"):  # it may be given nothing of one step
             joined = b"".join(bytes(part) for part in parts)
             pipe.send([joined[: len(joined) // 2]])
             end(place, "half")
@@ -132,7 +145,73 @@ SHARED_PHASES: dict[str, Fault] = {
 }
 """Of a worker on the host's machine, with which it shares memory."""
 
-STOPS: dict[str, Fault] = {name: partial(fault, end=stop) for name, fault in PHASES.items()}
+
+# Of workers that step by themselves, and of nodes
+
+
+def in_a_window(place: Path, end: Any = die) -> None:
+    """Some of its batches are done, in the second window."""
+    _end_at("batch", place, end, "window", step=2, count=2)
+
+
+def while_sending(place: Path, end: Any = die, step: int = 2) -> None:
+    """The report and some of the parts of its gradient, or of what it changed, have left."""
+
+    def fatal(now: int, worker: Any, part: int, gradients: Any) -> None:
+        if now == step and part == 1:
+            worker.client.flush()
+            time.sleep(0.05)
+            end(place, f"sending-{step}")
+
+    at("part", fatal)
+
+
+def in_any_forward(place: Path, end: Any = die) -> None:
+    """The second one. Later a worker may have nothing to compute: ranks that talk in each layer are slow at so small a
+    model."""
+    _end_at("forward", place, end, "forward", step=None, count=2)
+
+
+def at_any_part(place: Path, end: Any = die) -> None:
+    """In the second step of which it has a part, for the same reason."""
+    _end_at("part", place, end, "part", step=None, count=2, part=1)
+
+
+def between_two_parts(place: Path) -> None:
+    """The report and one part are sent."""
+    _die_in_a_node("collect", place, "parts")
+
+
+def while_means_are_handed_out(place: Path) -> None:
+    _die_in_a_node("hand_out", place, "means")
+
+
+def _die_in_a_node(method: str, place: Path, what: str) -> None:
+    """At the second time that this is done with part 1."""
+    from potluck.engine.node_sums import NodeParts
+
+    call, times = getattr(NodeParts, method), itertools.count(1)
+
+    def fatal(self: Any, index: int, *given: Any) -> Any:
+        if index == 1 and next(times) == 2:
+            die(place, what)
+        return call(self, index, *given)
+
+    setattr(NodeParts, method, fatal)
+
+
+WINDOW_PHASES: dict[str, Fault] = {"window": in_a_window, "sending-2": while_sending}
+
+RANK_PHASES: dict[str, tuple[int, Fault]] = {
+    "means": (1, while_means_are_handed_out),
+    "window": (1, in_a_window),
+    "parts": (0, between_two_parts),
+    "forward": (1, in_any_forward),
+    "part": (0, at_any_part),
+}
+"""With the rank of the node that it happens to."""
+
+STOPS: dict[str, Fault] = {name: partial(fault, end=stop) for name, fault in (PHASES | WINDOW_PHASES).items()}
 
 
 # The coordinator's
@@ -151,7 +230,7 @@ def after_telling_one(place: Path) -> None:
 
     def told(step: int, message: Any, connection: Any) -> None:
         if isinstance(message, Committed) and step == AT_STEP and not _fired(place, "told"):
-            while connection.queue:
+            while not connection.out.is_empty:
                 time.sleep(0.001)
             time.sleep(0.2)
             die(place, "told")
@@ -160,11 +239,14 @@ def after_telling_one(place: Path) -> None:
 
 
 def while_averages_leave(place: Path) -> None:
-    def leaves(step: int, part: int) -> None:
-        if part == 2 and step == AT_STEP and not _fired(place, "averages"):
+    averages = itertools.count()
+
+    def leaves(step: int, message: Any, pipe: Any, parts: list[Any]) -> None:
+        is_average = isinstance(message, AverageAt | AveragedBlockGradient | AveragedNonBlockGradient | CodedAverage)
+        if is_average and step == AT_STEP and next(averages) == 2 and not _fired(place, "averages"):
             die(place, "averages")
 
-    at("average leaves", leaves)
+    at("sending", leaves)
 
 
 def while_a_newcomer_catches_up(place: Path) -> None:
@@ -194,7 +276,10 @@ COORDINATOR: dict[str, Fault] = {
     "after": after_recording,
     "told": after_telling_one,
     "averages": while_averages_leave,
+    "after-2": partial(after_recording, step=2),
+    "after-3": partial(after_recording, step=3),
 }
+"""Windows are fewer than steps."""
 
 
 # Faults that nobody dies of
@@ -211,7 +296,7 @@ def sends_huge(place: Path) -> None:
 
 def _spoil(place: Path, value: float) -> None:
     def spoiled(step: int, worker: Any, part: int, gradients: Any) -> None:
-        if step == AT_STEP and part == 1:
+        if step >= AT_STEP and part == 1 and not _fired(place, "spoiled"):  # it may be given nothing of one step
             (place / "fired-spoiled").write_text("x")
             gradients[3] = value
 

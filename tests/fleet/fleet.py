@@ -183,7 +183,10 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
         if fleet.step_number == options.get("steps", STEPS):
             weights = whole_state(model, getattr(fleet.run.replica, "sharded", None))
             if fleet.link.rank == 0:
-                torch.save(weights, place / f"{name}.pt")
+                torch.save(weights, place / f"{name}.part")
+                (place / f"{name}.part").rename(place / f"{name}.pt")  # one that is killed meanwhile leaves none
+        if "stay_until" in options:
+            wait_until((place / options["stay_until"]).exists)
         fleet.close()
     except Interrupted as error:
         (place / f"{name}.interrupted").write_text(str(error))
@@ -351,9 +354,7 @@ class Fleet:
             self.close()
 
     def check_ledger(self, epochs: int = EPOCHS) -> None:
-        assert self.journal.steps() == list(range(1, self.server.core.standing.version + 1))
-        for epoch in range(epochs):
-            assert prove(self.journal.ranges(epoch), ROWS).holds, prove(self.journal.ranges(epoch), ROWS)
+        check_journal(self.journal, self.server.core.standing.version, epochs)
 
     def describe(self) -> str:
         core = self.server.core
@@ -473,18 +474,20 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 40, tell: Calla
         time.sleep(0.01)
 
 
-def finish_of_one_and_two(place: Path, **options: Any) -> list[dict[str, torch.Tensor]]:
-    """What a run ends with that one worker of two ranks has done, and one that two of them have."""
-    found = []
-    for workers in (1, 2):
-        own = place / f"{workers}"
-        own.mkdir()
-        fleet = Fleet(own, at_least=workers)
-        for number in range(workers):
-            fleet.add_node(f"w{number}", **options)
-        found.append(fleet.finish())
-        assert fleet.server.core.refused.total() == 0
-    return found
+def check_journal(journal: Journal, steps: int, epochs: int) -> None:
+    """It knows each step, and each row of each epoch was used once."""
+    assert journal.steps() == list(range(1, steps + 1))
+    for epoch in range(epochs):
+        assert prove(journal.ranges(epoch), ROWS).holds, prove(journal.ranges(epoch), ROWS)
+
+
+def check_journal_in(folder: Path, steps: int | None = None, epochs: int = EPOCHS) -> None:
+    """`steps`: as many as it knows, if it is not given: windows are as many as there are."""
+    journal = Journal(folder / "journal.sqlite")
+    try:
+        check_journal(journal, max(journal.steps()) if steps is None else steps, epochs)
+    finally:
+        journal.close()
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

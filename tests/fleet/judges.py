@@ -133,6 +133,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Without a state, so that it does not matter which replica has had which range."""
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
 def standing_records(fleet: Fleet) -> list[StepRecord]:
     """Those that the run stands on: where it went back to a checkpoint, the later ones of a step."""
     found: list[StepRecord] = []

@@ -2,10 +2,15 @@
 
     python -m tests.fleet.simulation --minutes 60
     python -m tests.fleet.simulation --policy cadence --seed 17 --seeds 1
+    python -m tests.fleet.simulation --policy group --minutes 10
 
 Somebody is killed, joins, leaves, is stopped or cut off all the time; the host dies, and is stopped beyond patience;
 clocks leap; links become slow; disks are full, or late, or lose what they had; plain peers take part. After each event
 what must always hold is looked at, and at the end what must hold then. A seed that fails is the reproduction.
+
+Under `group` there is no host: ranks agree among themselves over a virtual link, with the real engine. See
+virtual/group_run.py. Under `engine` there is one, and its workers have the real engine, too, where those of other
+policies are toys, of which there are more in a second. See virtual/engine_run.py.
 """
 
 import argparse
@@ -16,16 +21,23 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
+
+import torch
 
 from potluck.agree.policy import Async, Auto, Cadence
 from potluck.fleet.description import settings_of
 from tests.fleet.seeds import POLICIES, hurried, seeds
 from tests.fleet.virtual import BATCH, ROWS, Fleet, described
+from tests.fleet.virtual.engine_run import EngineFleet, draw_task, living
+from tests.fleet.virtual.group_run import simulate_group
 from tests.fleet.virtual.storm import Storm
 from tests.fleet.virtual.watch import Watch
 
+GROUP, ENGINE = "group", "engine"
+KINDS = (*POLICIES, GROUP, ENGINE)
+"""Runs of a host by their policy; and runs of groups and of engines under a host, which draw theirs."""
 HANG_S = 60
 """Of real time: no run takes a second."""
 STUCK_S = 500
@@ -75,6 +87,23 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
         told["scripted"] += len(run.faults.fired)
         told["events"] += watch.events
         run.journal.close()
+    return run
+
+
+def simulate_engine(seed: int, told: Counter[str]) -> EngineFleet:
+    draw = random.Random(f"engines {seed}")
+    task = replace(draw_task(draw), is_in_loop=random.Random(f"in loop {seed}").random() < 0.3)
+    patience_s = draw.choice([2.0, 4.0])
+    with living(task, at_least=1, patience_s=patience_s) as run:
+        storm = Storm(run, draw, {})
+        try:
+            for _ in range(draw.randint(1, 4)):
+                storm.join()
+            _live_through(run, storm, {})
+        finally:
+            told.update(storm.told)
+            told["scripted"] += len(run.faults.fired)
+            told["events"] += run.clock.count
     return run
 
 
@@ -130,7 +159,13 @@ def _live(seed: int, policy: str) -> Outcome:
     told = Counter[str]()
     try:
         with hurried(HANG_S):
-            simulate(seed, policy, told)
+            match policy:
+                case "group":
+                    simulate_group(seed, told)
+                case "engine":
+                    simulate_engine(seed, told)
+                case _:
+                    simulate(seed, policy, told)
     except Exception:
         return Outcome(seed, policy, told, traceback.format_exc()[-3000:])
     return Outcome(seed, policy, told, "")
@@ -138,6 +173,7 @@ def _live(seed: int, policy: str) -> Outcome:
 
 def _live_many(numbers: range, policies: tuple[str, ...], deadline: float, outcomes: Any) -> None:
     """In a process of its own, until there is no seed left, or no time."""
+    torch.set_num_threads(1)
     for seed, policy in ((seed, policy) for seed in numbers for policy in policies):
         if time.monotonic() > deadline:
             break
@@ -162,13 +198,13 @@ def _live_everywhere(numbers: range, policies: tuple[str, ...], deadline: float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", choices=POLICIES, help="all in turn, if it is not given")
+    parser.add_argument("--policy", choices=KINDS, help="all in turn, if it is not given")
     parser.add_argument("--seeds", type=int, default=10**9)
     parser.add_argument("--seed", type=int, default=seeds(1)[0], help="the first; today's, if it is not given")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; as many as there are cores")
     asked = parser.parse_args()
-    policies = (asked.policy,) if asked.policy else POLICIES
+    policies = (asked.policy,) if asked.policy else KINDS
     started = said = time.monotonic()
     told, runs, wrong = Counter[str](), 0, 0
     numbers = range(asked.seed, asked.seed + asked.seeds)

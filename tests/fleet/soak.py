@@ -70,11 +70,11 @@ def tell_decision(place: str, event: Event) -> None:
 class Schedule:
     """One run, and what happens to it, as a function of the seed and of how fast this machine is."""
 
-    def __init__(self, seed: int, policy: str, folder: Path) -> None:
+    def __init__(self, seed: int, policy: str, folder: Path, *, is_long: bool = False) -> None:
         self.draw = draw = random.Random(seed)
         self.folder, self.policy = folder, policy
         self.first = draw.randint(1, 3)
-        self.epochs = draw.randint(2, 5)
+        self.epochs, self.is_long = 60 if is_long else draw.randint(2, 5), is_long
         self.steps = self.epochs * STEPS // EPOCHS
         self.ends_badly = draw.random() < 0.5
         """The host is killed once somebody has ended."""
@@ -166,11 +166,12 @@ class Schedule:
         for _ in range(self.first):
             self.join()
         wait_until(lambda: (self.folder / "step").exists() or not self.host.is_alive(), 120)
-        for _ in range(self.draw.randint(3, 9)):
+        for _ in range(40 if self.is_long else self.draw.randint(3, 9)):
             time.sleep(self.draw.uniform(0.0, 0.8))
             if not self.host.is_alive():
                 break
             self.disturb()
+        assert not self.is_long or {"kill", "join", "host", "stop worker"} <= set(self.done), self.done
         deadline = time.monotonic() + LONGEST_S / 2
         while self.host.is_alive():  # somebody does what is left
             assert time.monotonic() < deadline, f"the host has not ended: {self.describe()}"
@@ -269,12 +270,12 @@ class Schedule:
         return dict(model.state_dict())
 
 
-def live(seed: int, policy: str) -> None:
+def live(seed: int, policy: str, *, is_long: bool = False) -> None:
     """What it leaves behind stays where it ends wrong."""
     folder = Path(tempfile.mkdtemp(prefix=f"soak-{policy}-{seed}-"))
     started = time.monotonic()
     try:
-        schedule = Schedule(seed, policy, folder)
+        schedule = Schedule(seed, policy, folder, is_long=is_long)
         schedule.live()
         said = schedule.judge()
     finally:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from potluck.agree.policy import Async, Cadence, Sync
-from potluck.fleet import bounds
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import settings_of
 from potluck.fleet.effects import AbandonStep, Effect, Finish, Record, Restore, SaveBegin, Send
@@ -19,6 +18,7 @@ from potluck.fleet.membership import WorkerPhase, WorkerRecord
 from potluck.wire.codec import decode, encode, is_bulk
 from potluck.wire.messages import (
     MESSAGES,
+    MOST_NAME,
     PROTOCOL,
     SAVE,
     Applied,
@@ -252,7 +252,7 @@ class Rogues:
         assert len(core.refused) < 30 and len(core._returns._known) <= 30
         for member in members.values():
             assert member.speed is None or 0 < member.speed < math.inf
-            assert len(member.name) <= bounds.MOST_NAME
+            assert len(member.name) <= MOST_NAME
         if core.now is not None:
             nodes = [node for m in members.values() for node in m.nodes]
             given = {number for node in nodes for number in range(*node)} | {*core.now.computed_by}

@@ -14,7 +14,7 @@ from potluck.sharding.strategy import FullShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import PHASES
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same
 from tests.fleet.judges import assert_close, judge, plain
-from tests.fleet.test_fleet_windows import SHORT
+from tests.fleet.kinds import SHORT
 from tests.quick import first_of
 
 pytestmark = [

@@ -15,6 +15,7 @@ from potluck.events import WorkerWent
 from tests.fleet.faults import at
 from tests.fleet.fleet import STEPS, Fleet, train, wait_until
 from tests.fleet.judges import assert_close, judge
+from tests.fleet.kinds import Kind, Size
 from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(90)
@@ -85,27 +86,37 @@ def tells_its_rank(place: Path, fleet: Any) -> Any:
     return train(fleet, on_step=on_step)
 
 
-def test_ranks_are_those_of_a_world_while_workers_leave_and_join(tmp_path: Path) -> None:
-    """In every step each worker has a rank of its own below the world's size, and one of them is 0."""
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    first_of([(1, potluck.NoShard()), (2, potluck.FullShard()), (2, potluck.ShardGradOp())], 2),
+    ids=["workers", "FullShard", "ShardGradOp"],
+)
+def test_ranks_are_those_of_a_world_while_workers_leave_and_join(ranks: int, strategy: Any, tmp_path: Path) -> None:
+    """Two step together, as `potluck join --ranks 2` starts them; then a third comes, and one leaves. In every step
+    each rank has a number of its own below the world's size, and one of them is 0."""
+    kind = Kind(sizes=(Size(ranks, strategy),), options={"job": partial(tells_its_rank, tmp_path)})
     fleet = Fleet(tmp_path, at_least=2)
-    first = fleet.add("first", job=partial(tells_its_rank, tmp_path), hold_at=3)
+    first = kind.join(fleet, "first", hold_at=3)
     wait_until(lambda: len(fleet.server.core.membership.members) == 1)  # so that it leads
-    fleet.add("second", job=partial(tells_its_rank, tmp_path), hold_at=3)
+    kind.join(fleet, "second", hold_at=3)
     fleet.wait_for_step(3)
-    fleet.add("third", job=partial(tells_its_rank, tmp_path), hold_at=9, hold_for="then")
+    kind.join(fleet, "third", hold_at=9, hold_for="then")
     fleet.let_in("third")
-    wait_until(lambda: len(told_ranks(tmp_path).get(8, {})) == 3)
-    first.send(signal.SIGUSR1)
+    wait_until(lambda: len(told_ranks(tmp_path).get(8, {})) == 3 * ranks)
+    first[-1].send(signal.SIGUSR1)
     (tmp_path / "then").touch()
     fleet.finish()
     told = told_ranks(tmp_path)
     for step, found in told.items():
-        worlds = {world for _, world in found.values()}
-        ranks = [rank for rank, _ in found.values()]
-        assert len(worlds) == 1 and len(set(ranks)) == len(ranks), (step, found)
-        assert all(0 <= rank < world for rank, world in found.values()) and 0 in ranks, (step, found)
-    assert set(told[8].values()) == {(0, 3), (1, 3), (2, 3)} and told[8]["first.0"] == (0, 3)
-    assert told[STEPS] == {"second.0": (0, 2), "third.0": (1, 2)}
+        assert len({world for _, world in found.values()}) == 1, (step, found)
+        numbers = [number for number, _ in found.values()]
+        assert len(set(numbers)) == len(numbers) and 0 in numbers, (step, found)
+        assert all(0 <= number < world for number, world in found.values()), (step, found)
+    assert {len(found) for found in told.values()} == {2 * ranks, 3 * ranks}
+    for step, workers, leader in ((2, 2, "first"), (8, 3, "first"), (STEPS, 2, "second")):
+        world = workers * ranks
+        assert sorted(told[step].values()) == [(number, world) for number in range(world)]
+        assert told[step][f"{leader}.0"] == (0, world)
 
 
 def test_each_rank_of_nodes_has_a_rank_of_its_own_in_the_world(tmp_path: Path) -> None:
@@ -116,33 +127,6 @@ def test_each_rank_of_nodes_has_a_rank_of_its_own_in_the_world(tmp_path: Path) -
     last = told_ranks(tmp_path)[STEPS]
     assert {world for _, world in last.values()} == {4}
     assert sorted(rank for rank, _ in last.values()) == [0, 1, 2, 3], last
-
-
-@pytest.mark.parametrize("strategy", first_of([potluck.FullShard(), potluck.ShardGradOp()]), ids=str)
-def test_in_every_step_ranks_of_nodes_are_below_the_world_whichever_nodes_there_are(
-    strategy: Any, tmp_path: Path
-) -> None:
-    """As `potluck join --ranks 2` starts them: two nodes step together, then a third comes, and one leaves."""
-    fleet = Fleet(tmp_path, at_least=2)
-    options: dict[str, Any] = {"job": partial(tells_its_rank, tmp_path), "strategy": strategy, "hold_at": 3}
-    first = fleet.add_node("first", **options)
-    wait_until(lambda: len(fleet.server.core.membership.members) == 1)  # so that it leads
-    fleet.add_node("second", **options)
-    fleet.wait_for_step(3)
-    fleet.add_node("third", **options | {"hold_at": 9, "hold_for": "then"})
-    fleet.let_in("third")
-    wait_until(lambda: len(told_ranks(tmp_path).get(8, {})) == 6)
-    first[1].send(signal.SIGUSR1)
-    (tmp_path / "then").touch()
-    fleet.finish()
-    told = told_ranks(tmp_path)
-    for step, found in told.items():
-        assert all(0 <= rank < world for rank, world in found.values()), (step, found)
-        assert len({rank for rank, _ in found.values()}) == len(found), (step, found)
-    assert {len(found) for found in told.values()} == {4, 6}
-    assert sorted(told[2].values()) == [(rank, 4) for rank in range(4)] and told[2]["first.0"] == (0, 4)
-    assert sorted(told[8].values()) == [(rank, 6) for rank in range(6)]
-    assert sorted(told[STEPS].values()) == [(rank, 4) for rank in range(4)]
 
 
 def told_ranks(place: Path) -> dict[int, dict[str, tuple[int, int]]]:

@@ -37,32 +37,6 @@ def test_a_late_joiner_trains_what_is_left_when_the_first_is_killed(tmp_path: Pa
     assert not [e for e in fleet.events if isinstance(e, Stalled) and "not the others'" in e.doing]
 
 
-def test_a_late_joiners_scheduler_is_sent_with_the_weights(tmp_path: Path) -> None:
-    """Else its weights would differ after the next step, and be sent anew for ever."""
-    fleet = Fleet(tmp_path)
-    fleet.add("first", slow_s=0.1, schedule=COSINE)
-    fleet.wait_for_step(4)
-    fleet.add("late", slow_s=0.1, schedule=COSINE)
-    weights = fleet.finish()
-    came = [e.name for e in fleet.events if isinstance(e, WorkerCame)]
-    assert came == ["first", "late"], "the late one was let in once"
-    assert_same(weights, plain_run(schedule=COSINE))
-
-
-@pytest.mark.parametrize(
-    "policy", first_of([potluck.Sync(), potluck.Cadence.published(anchor=1, max_anchor=2)]), ids=["sync", "cadence"]
-)
-def test_passes_of_exactly_len_batches_use_each_row_once(tmp_path: Path, policy: Any) -> None:
-    """A worker has more slices than the run has steps, so such a pass ends in the middle of one."""
-    fleet = Fleet(tmp_path, at_least=2)
-    for name in ("one", "other"):
-        fleet.add(name, by_len=True, policy=policy)
-    weights = fleet.finish()
-    assert fleet.server.core.standing.rows_seen == EPOCHS * ROWS
-    if policy == potluck.Sync():
-        assert_same(weights, plain_run())
-
-
 @pytest.mark.slow
 def test_a_loop_that_counts_by_itself_is_refused_where_it_would_train_too_much(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)

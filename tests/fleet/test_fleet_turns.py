@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import potluck
 from potluck.data.rows import mix
 from potluck.events import WorkerWent
 from tests.fleet import fleet as fleets
-from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, wait_until
+from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet
 from tests.fleet.judges import plain_run
 from tests.parity import test_optimizers as kinds
 from tests.parity import test_turns as turns
@@ -93,40 +92,6 @@ def test_two_joiners_and_a_kill_train_what_the_plain_loop_trains(tmp_path: Path)
     assert [e.name for e in fleet.events if isinstance(e, WorkerWent) and not e.polite][:1] == ["victim"]
     assert fleet.server.core.standing.version == 2 * STEPS
     assert fleet.server.core.standing.rows_seen == EPOCHS * ROWS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", [potluck.Auto(), potluck.Cadence.published(anchor=1, max_anchor=2)], ids=str)
-def test_windows_and_steps_between_them_take_turns(tmp_path: Path, policy: Any) -> None:
-    fleet = Fleet(tmp_path, at_least=2)
-    fleet.add("one", gan, policy=policy, steps=2 * STEPS, slow_s=0.02)
-    fleet.add("two", gan, policy=policy, steps=2 * STEPS, slow_s=0.02)
-    found = fleet.finish()
-    assert fleet.server.core.standing.rows_seen == EPOCHS * ROWS
-    assert all(tensor.isfinite().all() for tensor in found.values())
-
-
-@pytest.mark.slow
-def test_a_host_that_is_started_again_knows_whose_turn_it_is(tmp_path: Path) -> None:
-    """Killed in the middle of a batch's turns."""
-    process, invite = fleets.start_coordinator(tmp_path, at_least=2)
-    workers = [fleets.Worker(invite, tmp_path, name, gan, {"slow_s": 0.05, "steps": 2 * STEPS}) for name in ("a", "b")]
-    wait_until(lambda: fleets.step_of(tmp_path) >= 7)
-    process.kill()
-    process.join()
-    process, _ = fleets.start_coordinator(tmp_path, port=invite.port, returning=2)
-    for worker in workers:
-        worker.wait()
-    for worker in workers:
-        assert_close(worker.weights)
-
-
-@pytest.mark.slow
-def test_rows_that_are_fetched_ahead_come_in_turns_too(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path, at_least=2)
-    fleet.add("one", gan_of_fetched_rows, slow_s=0.02, steps=2 * STEPS)
-    fleet.add("two", gan_of_fetched_rows, slow_s=0.02, steps=2 * STEPS)
-    assert_close(fleet.finish())
 
 
 def train_kind(kind: str, place: Path, engine: Any, *, on_step: Any, epochs: int, **unused: Any) -> Any:

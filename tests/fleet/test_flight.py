@@ -14,10 +14,9 @@ import pytest
 from potluck.events import Stalled
 from potluck.fleet import flight
 from potluck.fleet.client import Client
+from potluck.fleet.coordinator import feed
 from potluck.fleet.flight import START, FlightRecorder, segments
-from potluck.fleet.flight_lines import line_of
-from potluck.fleet.frozen import freeze, thaw
-from potluck.fleet.inputs import feed
+from potluck.fleet.flight_lines import freeze, line_of, thaw
 from potluck.fleet.invite import Invite
 from potluck.fleet.replaying import Replay, replay
 from potluck.fleet.waits import tell_owed, tell_waits

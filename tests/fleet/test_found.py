@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from potluck.agree.policy import Auto, Cadence
+from potluck.errors import ConfigError, Diverged, PotluckError
 from potluck.events import Decided, Stalled, WentBack
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.coordinator_state import Resumed
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import SaveAbort, SaveBegin, Send
 from potluck.fleet.gathering import LONG
-from potluck.fleet.member import Member
-from potluck.fleet.member_effects import Rejoin, SendToHost
-from potluck.fleet.membership import Membership, WorkerPhase
+from potluck.fleet.member import DIVERGED
+from potluck.fleet.membership import Lateness, Membership, WorkerPhase, beat_s
 from potluck.wire.messages import (
     SAVE,
     STEPPED,
@@ -26,17 +26,18 @@ from potluck.wire.messages import (
     Gather,
     Heartbeat,
     Ready,
+    Refusal,
     SaveDue,
     StateBegin,
     StateChunk,
     StateMore,
-    Welcome,
     Work,
 )
 from tests.fleet.simulation import simulate
 from tests.fleet.test_coordinator import effects_of, hello, ready
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, SECRET, STEPS, FaultScript, Fleet, described
 from tests.fleet.virtual.disk import stood
+from tests.fleet.virtual.lone import LoneHolder
 from tests.fleet.virtual.process import Receive
 from tests.fleet.virtual.watch import Watch
 
@@ -231,12 +232,25 @@ def test_a_window_is_not_computed_again_that_a_newcomer_is_about_to_have(seconds
 def test_a_worker_whose_window_is_over_other_rows_than_the_runs_gets_its_weights_anew() -> None:
     """The run went back while it was away, and the next window of that number is told by nobody yet: the host does not
     know its digest."""
-    member, welcome = Member(), Welcome(0, 1000, "")
+    holder = LoneHolder(rows_seen=3 * ROWS)
+    member, description = holder.member, holder.description.to_json()
     member.version = 5
-    member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
-    found = member.hear(0.0, Admitted(5, 0, stood(5, 2, 16, 2 * ROWS + 16).to_wire()))
-    assert Rejoin() in found and not member.is_settled
-    assert SendToHost(Ready("", 5, "", 1)) in member.present(welcome, "", "a digest", rows_seen=3 * ROWS, is_same=True)
+    holder.go(member.join())
+    assert holder.sent == [Ready(description, 5, "a digest", 1)]
+    holder.go(member.hear(Admitted(5, 0, stood(5, 2, 16, 2 * ROWS + 16).to_wire())))
+    assert holder.connects == 1 and not member.is_settled
+    assert holder.sent[1:] == [Ready(description, 5, "", 1)]
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, ConfigError), (DIVERGED, Diverged)])
+def test_one_that_comes_as_the_run_ends_for_losses_that_are_no_numbers_hears_so(
+    code: int, kind: type[PotluckError]
+) -> None:
+    holder = LoneHolder()
+    holder.go(holder.member.join())
+    with pytest.raises(PotluckError) as caught:
+        holder.go(holder.member.hear(Refusal(code, "Why.")))
+    assert type(caught.value) is kind and str(caught.value) == "Why."
 
 
 @pytest.mark.parametrize(("rows_seen", "is_kept"), [(2 * ROWS, True), (2 * ROWS + 16, False)])
@@ -455,18 +469,26 @@ def test_who_comes_back_first_with_an_optimizer_that_has_stepped_begins_with_a_w
 
 
 def test_a_worker_tells_that_it_was_in_a_window_until_one_is_agreed_on() -> None:
-    member, welcome = Member(), Welcome(0, 1000, "")
+    holder = LoneHolder(rows_seen=16)
+    member = holder.member
     member.version = 1
+    holder.go(member.join())
 
     def holds() -> int:
-        *_, said = member.present(welcome, "", "a digest", rows_seen=16, is_same=True)
-        assert isinstance(said, SendToHost) and isinstance(said.message, Ready)
-        return said.message.holds
+        holder.reconnect()
+        said = holder.sent[-1]
+        assert isinstance(said, Ready)
+        return said.holds
 
-    nodes, sizes = np.array([0, 2], "<u4"), np.array([8, 0], "<u4")
-    member.hear(0.0, Work(2, 0, 16, 8, 2, nodes, sizes, 4))
-    member.take()
-    assert holds() == 1 and member.begin() is not None
+    def take_work() -> None:
+        nodes, sizes = np.array([0, 2], "<u4"), np.array([8, 0], "<u4")
+        holder.go(member.hear(Work(2, 0, 16, 8, 2, nodes, sizes, 4)))
+        holder.go(member.await_step())
+
+    take_work()
+    assert holds() == 1
+    take_work()
+    assert member.begin() is not None
     assert holds() == STEPPED
     member.agree(Committed(2, 8, 8.0, 0.0, b"", 0, 0, "{}", b""))
     assert holds() == 1
@@ -491,9 +513,51 @@ def test_a_window_is_not_computed_again_that_the_disk_is_writing() -> None:
     assert recorded.count(2) == 1
 
 
+def test_a_run_does_not_go_back_while_the_disk_writes_a_checkpoint() -> None:
+    """It would come to the checkpoint's step again, with other bits, and take that checkpoint for its own."""
+    run = Fleet(workers=1, description=WINDOWED, save_every=1)
+    run.disk.late_s = 4 * PATIENCE_S
+    run.run_until(lambda: run.core.saving.is_writing and run.standing().version == 2)
+    run.workers["w0"].kill()
+    run.add("w1", save_every=1, description=WINDOWED)
+    run.run_until(lambda: run.restores == 1 or not run.core.saving.is_writing)
+    assert run.restores == 0
+    run.finish()
+    assert run.restores == 1
+
+
 def test_a_value_that_comes_as_the_host_wakes_is_not_waited_with_for_longer_than_another() -> None:
     """The pause was before it, so the others are waited for as long as ever."""
     simulate(9900002452, "sync", Counter())
+
+
+def test_one_that_has_nothing_to_say_is_not_parted_from_before_its_next_heartbeat() -> None:
+    """With little patience a tenth of it is less than what lies between two heartbeats."""
+    simulate(2611185828, "auto", Counter())
+    for patience_s in (0.5, 1.0, 2.0, 4.0, 30.0):
+        link = Lateness()
+        for beat in range(200):
+            link.note(beat * 0.01 * patience_s, 0.001)
+        assert beat_s(patience_s) < link.silence_limit_s(2 * patience_s, patience_s) <= patience_s / 2
+
+
+def test_those_who_gather_values_wait_once_for_one_that_hangs_and_not_at_each_step() -> None:
+    """One that was late itself gets what the others got, and does not wait for one that is later still."""
+    simulate(2611187387, "auto", Counter())
+    faults = FaultScript().stall("w1", at_step=2, seconds=40 * PATIENCE_S, phase="applied")
+    run = Fleet(workers=2, faults=faults, gather_every=1)
+    run.run_until(lambda: bool(faults.fired))
+    began = run.clock.now
+    run.run_until(lambda: run.standing().version >= 6)
+    assert run.clock.now - began < 2 * LONG * PATIENCE_S
+    named = [e for e in run.told(Stalled) if "fleet.mean()" in e.doing and "after" not in e.then]
+    assert [e.name for e in named] == ["w1"]
+    run.finish()
+
+
+def test_the_last_worker_that_waits_for_an_earlier_checkpoint_is_asked_for_what_it_has() -> None:
+    """The host took it for the one that sends the last checkpoint by itself, since it spoke for all then."""
+    simulate(9960004434, "async", Counter())
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from potluck.events import Stalled
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import Effect, Send
 from potluck.fleet.gathering import MOST_BYTES, MOST_DONE, MOST_TOTAL_BYTES
-from potluck.fleet.member import Member, MemberPhase
-from potluck.fleet.member_effects import SendToHost
-from potluck.wire.messages import Gather, Gathered, Refusal, Welcome
+from potluck.fleet.member import MemberPhase
+from potluck.wire.messages import Gather, Gathered, Refusal
 from tests.fleet.test_coordinator import KNOWN_LENGTH, effects_of, hello, ready
 from tests.fleet.test_insiders import insider, refused
 from tests.fleet.virtual import PATIENCE_S, SECRET, STEPS, FaultScript, Fleet
+from tests.fleet.virtual.lone import LoneHolder
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -119,11 +119,13 @@ def test_a_value_is_replaced_only_by_its_own_worker(name: str, address: str, is_
 
 
 def test_the_worker_that_came_first_of_all_is_known_when_it_comes_back() -> None:
-    member = Member()
-    for worker_id in (0, 7):
-        member.present(Welcome(worker_id, 1000, ""), "", "a digest", rows_seen=0, is_same=True)
-    member.phase = MemberPhase.IN
-    assert member.gather(b"")[0] == SendToHost(Gather(0, 0, 0, b""))
+    holder = LoneHolder()
+    holder.go(holder.member.join())
+    holder.worker_id = 7
+    holder.reconnect()
+    holder.member.phase = MemberPhase.IN
+    holder.go(holder.member.gather(b""))
+    assert holder.member.worker_id == 7 and holder.sent[-1] == Gather(0, 0, 0, b"")
 
 
 def test_a_worker_that_names_another_first_id_each_time_does_not_prolong_the_wait() -> None:

@@ -12,7 +12,7 @@ from potluck.events import read_events
 from potluck.fleet.client import Client
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.launch.host import _Host
-from potluck.launch.host_options import HostArgs, HostOptions, host_args
+from potluck.launch.options import HostArgs, HostOptions, host_args
 from potluck.wire.codec import encode
 from potluck.wire.messages import JoinRequest, Ready
 from tests.fleet.fleet import wait_until

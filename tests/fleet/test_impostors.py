@@ -13,8 +13,8 @@ import pytest
 from potluck.errors import ConfigError, WorkerLost
 from potluck.fleet import host_connector
 from potluck.fleet.client import Client
+from potluck.fleet.holder import ConnectionLost
 from potluck.fleet.invite import Identity, Invite
-from potluck.fleet.member import ConnectionLost
 from potluck.wire.codec import encode
 from potluck.wire.messages import Welcome
 from tests.fleet.fleet import start_coordinator, wait_until

@@ -14,9 +14,17 @@ import torch
 from potluck.agree.policy import ApplyPolicy, Cadence, Sync
 from potluck.events import WorkerWent
 from potluck.fleet import pipe
-from potluck.fleet.journal import Journal
-from potluck.fleet.ledger import prove
-from tests.fleet.fleet import EPOCHS, ROWS, STEPS, Fleet, Worker, assert_same, start_coordinator, step_of, wait_until
+from tests.fleet.fleet import (
+    EPOCHS,
+    STEPS,
+    Fleet,
+    Worker,
+    assert_same,
+    check_journal_in,
+    start_coordinator,
+    step_of,
+    wait_until,
+)
 from tests.fleet.judges import plain_run
 from tests.quick import first_of
 
@@ -36,10 +44,7 @@ def finish(folder: Path, coordinator: Any, workers: list[Worker], steps: int, ep
     coordinator.join(20)
     assert not coordinator.is_alive(), "the run has not ended"
     assert not (folder / "coordinator.error").exists(), (folder / "coordinator.error").read_text()
-    journal = Journal(folder / "journal.sqlite")
-    assert journal.steps() == list(range(1, steps + 1))
-    assert all(prove(journal.ranges(epoch), ROWS).holds for epoch in range(epochs))
-    journal.close()
+    check_journal_in(folder, steps, epochs)
     return [worker for worker in workers if (folder / f"{worker.name}.pt").exists()]
 
 
@@ -68,13 +73,15 @@ def test_whoever_sleeps_through_the_end_and_a_restart_of_the_host_ends_with_the_
     """The end is given to it in the middle of an epoch, of which nothing is left to train."""
     host, invite = start_coordinator(tmp_path, patience_s=PATIENCE_S, at_least=2)
     options = {"policy": policy, "slow_s": 0.02, "steps": STEPS}
-    quick = Worker(invite, tmp_path, "quick", None, options)
+    # It stays: after its goodbye, a host that lives for another PATIENCE_S tells the sleeper that the run is over.
+    quick = Worker(invite, tmp_path, "quick", None, {**options, "stay_until": "killed"})
     sleeper = Worker(invite, tmp_path, "sleeper", None, options)
     wait_until(lambda: step_of(tmp_path) >= 2)
     sleeper.send(signal.SIGSTOP)
     wait_until((tmp_path / "quick.pt").exists)
     host.kill()
     host.join(10)
+    (tmp_path / "killed").touch()
     host, _ = start_coordinator(tmp_path, port=invite.port, patience_s=PATIENCE_S)
     sleeper.send(signal.SIGCONT)
     for worker in (quick, sleeper):

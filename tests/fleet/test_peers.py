@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from potluck.data.rows import mix
 from potluck.events import EpochDone, Stalled, WorkerWent
 from potluck.fleet.client import Client
-from potluck.fleet.member import ConnectionLost
+from potluck.fleet.holder import ConnectionLost
 from potluck.wire.codec import decode, encode
 from potluck.wire.frames import FrameReader
 from potluck.wire.messages import (
@@ -268,7 +268,7 @@ def test_garbage_from_strangers_disturbs_nobody(tmp_path: Path, expected: dict[s
     draw = random.Random(1)
     held = []
     for number in range(300):
-        stranger = socket.create_connection(("127.0.0.1", fleet.server.port), timeout=5)
+        stranger = socket.create_connection(("127.0.0.1", fleet.server.port), timeout=30)
         match number % 5:
             case 0:
                 stranger.sendall(draw.randbytes(200))

@@ -107,15 +107,15 @@ def test_those_who_read_nothing_do_not_hold_up_the_end_of_a_run(tmp_path: Path) 
     server = Server(core, host="127.0.0.1", port=0, tls=None, journal=journal, saver=saver)
     server.show_watchers(tmp_path / "events", tmp_path / "now")
     server.start()
-    deaf = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+    deaf = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(8)]
     try:
         for one in deaf:
             one.sendall(encode(LookOn(PROTOCOL, "s")))
-        assert wait_until(lambda: sum(feed._is_sending for feed in server._feeds.values()) == 3, 10)
+        assert wait_until(lambda: sum(feed._is_sending for feed in server._feeds.values()) == len(deaf), 30)
     finally:
         began = time.monotonic()
         server.stop()
         took = time.monotonic() - began
-    assert not server._feeds and took < 5.0  # 2 s for all of them together
+    assert not server._feeds and took < 10.0  # 2 s for all of them together, and not 16
     for one in deaf:
         one.close()

@@ -188,7 +188,7 @@ def test_a_sampler_that_grows_is_told_of_after_what_is_done_is_saved(tmp_path: P
     fleet = potluck.init()
     model, optimizer = make()
     fleet.prepare(model, optimizer, make_loader("by length"))
-    assert fleet.load(tmp_path) and fleet.run.position.epoch == 2 and fleet.run.position.row == 0
+    assert fleet.load(tmp_path) and fleet.run.progress.position.epoch == 2 and fleet.run.progress.position.row == 0
 
 
 def test_a_process_that_dies_while_it_fetches_is_a_sentence(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def go_on(strategy: ShardingStrategy, folder: str, upto: int) -> dict[str, Any]:
         model, optimizer = make(2)  # nothing is right by accident
         fleet.prepare(model, optimizer)
         train(fleet, model, 1)  # there is optimizer state already, of something else
-        fleet.run.seek(Position())
+        fleet.run.progress.seek(Position())
         assert fleet.load(folder)
         loaded = look(fleet)
         train(fleet, model, upto)
@@ -431,6 +431,23 @@ def test_what_one_rank_could_not_write_is_told_by_rank_0_too(tmp_path: Path, mon
     with pytest.raises(CheckpointError, match="worker 1 says: No space left on device"):
         write_together(tmp_path, ours[0], snapshots[0], lambda: False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_rank_0_completes_at_once_is_no_failure_for_the_one_who_wrote_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, snapshots = shares(tmp_path, 2)
+    rename, places = Path.replace, []
+
+    def then_complete(self: Path, target: Path) -> Path:
+        renamed = rename(self, target)
+        if target == ours[1].done(1):
+            places.append(write_together(tmp_path, ours[0], snapshots[0], lambda: False))
+        return renamed
+
+    monkeypatch.setattr(Path, "replace", then_complete)
+    write_share(ours[1], snapshots[1])
+    assert list(tmp_path.iterdir()) == places
 
 
 # Refusals: on every rank alike, and before anything is changed

@@ -17,9 +17,10 @@ from potluck import FullShard, HybridShard, NoShard, ShardGradOp, Sync
 from potluck.coded_numbers import CODINGS
 from potluck.engine.buckets import GradBuckets
 from potluck.errors import ConfigError
-from potluck.link.coded_sums import CodedSums, _CodedSum
+from potluck.link.coded_sums import ByCollectives, CodedSums, _CodedSum
 from potluck.link.link import Done, GroupLink
-from potluck.sharding.collectives import CodedScatter, Collectives
+from potluck.sharding.collectives import Collectives
+from potluck.sharding.fsdp_collectives import CodedScatter
 from tests.gathered import sharded_of
 from tests.parity.test_cadence import whole
 from tests.parity.test_uneven import whole as whole_of_uneven
@@ -68,7 +69,7 @@ def sums(wire: str, sizes: list[int], inline: bool) -> dict[str, Any]:
     if inline:
         link.coded = CodedSums(None)
         for tensor in tensors:
-            _CodedSum(link.coded, tensor, CODINGS[wire], 0).exchange(None)
+            _CodedSum(link.coded, tensor, CODINGS[wire], 0).exchange(ByCollectives(link.coded))
     else:
         pending = [link.start_coded_sum(tensor, CODINGS[wire]) for tensor in tensors]
         told = link.gather_rows([float(link.rank)])  # a collective of another thread, in between

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import potluck
-from potluck.commands.export import Export
+from potluck.commands.results import Export
 from potluck.config import to_toml
 from potluck.errors import ConfigError
 from potluck.train.model import GPT, ModelConfig
 from potluck.train.recipe import RunConfig
-from potluck.train.word_pieces import TOKENIZER, learn_pieces
+from potluck.train.text import TOKENIZER, learn_pieces
 
 TEXT = "Grüße, 世界!  <0x41> Ā\n\ttwo"
 

@@ -18,7 +18,7 @@ from potluck.cli import Export
 from potluck.config import to_toml
 from potluck.train.model import GPT, ModelConfig
 from potluck.train.recipe import RunConfig
-from potluck.train.word_pieces import TOKENIZER, learn_pieces
+from potluck.train.text import TOKENIZER, learn_pieces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SIZES = ModelConfig(vocab=300, dim=24, layers=2, heads=4, kv_heads=2, hidden=40, context=64)

@@ -76,7 +76,7 @@ def train(door: str, strategy: Any = NoShard(), options: dict[str, Any] | None =
         fleet.loop.samples_per_row = 4.0
         model, optimizer, loader = fleet.prepare(model, optimizer, data(), batch_size=BATCH, loss=loss_of)
         fleet.events.listeners.append(lambda e: skipped.append(e.in_a_row) if isinstance(e, StepSkipped) else None)
-        fleet.after_agreement.append(lambda: scales.append(fleet.run.scale.value))
+        fleet.after_agreement.append(lambda: scales.append(fleet.run.step.scale.value))
         for _ in fleet.epochs(EPOCHS):
             for batch in loader:
                 if door == "train":
@@ -144,10 +144,10 @@ def test_the_scale_is_saved_and_resumed(tmp_path: Path) -> None:
         return fleet
 
     with engine() as fleet:
-        fleet.run.scale.restore([2.0**9, 7, 4.0])
+        fleet.run.step.scale.restore([2.0**9, 7, 4.0])
         fleet.save(tmp_path)
     with engine() as fleet:
-        assert fleet.load(tmp_path) and vars(fleet.run.scale) == vars(LossScale(True, 2.0**9, 7, 4.0))
+        assert fleet.load(tmp_path) and vars(fleet.run.step.scale) == vars(LossScale(True, 2.0**9, 7, 4.0))
 
 
 def test_it_moves_as_gradscaler_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 import copy
 import math
+from itertools import chain, repeat
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import potluck
 from potluck import Async, Auto, Cadence, StepConfig
+from potluck.agree.costs import WindowCosts
 from potluck.engine.moments import Moments, can_average, look_at_state
 from potluck.events import Decided, EpochDone
 from potluck.sharding.runs import FlatRun, Span
@@ -197,6 +200,25 @@ def test_the_weights_are_those_of_replicas_that_do_so_in_turn(
     )
     assert kinds == sorted(kinds, reverse=True) or policy == "auto"
     torch.testing.assert_close(told[0]["weights"], judge(POLICIES[policy], optimizer, told), atol=2e-5, rtol=1e-4)
+
+
+def back_and_forth(optimizer: str) -> dict[str, Any]:
+    """Auto finds windows the shorter way once, and then steps of all."""
+    anchors = chain([0, 2], repeat(0))
+    with mock.patch.object(WindowCosts, "decide", lambda costs, most: setattr(costs, "anchor", next(anchors))):
+        return ours(Auto(), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_auto_steps_together_again_only_where_all_optimizers_hold_the_same(optimizer: str) -> None:
+    """What Adafactor keeps has no mean: after a window, one mean gradient would be another step on each worker."""
+    told = run_ranks(2, back_and_forth, optimizer)
+    for rank in told:
+        assert torch.equal(rank["weights"], told[0]["weights"])
+        assert rank["epochs"] == [[ROWS, True]] * EPOCHS
+    kinds = [anchor == 0 for anchor, _ in told[0]["planned"]]
+    assert kinds[0] and not all(kinds)
+    assert (kinds == sorted(kinds, reverse=True)) == (optimizer == "adafactor")
 
 
 def test_a_constant_rate_is_not_raised() -> None:

@@ -168,7 +168,7 @@ def test_a_window_counts_as_its_steps() -> None:
 
         average = WeightAverage(fleet.run, DECAY, fleet.table.as_agreed)
         before = [p.detach().clone() for p in model.parameters()]
-        fleet.run.seek(Position(step=5))
+        fleet.run.progress.seek(Position(step=5))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1

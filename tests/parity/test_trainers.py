@@ -384,7 +384,7 @@ def test_importing_what_makes_a_trainer_elastic_changes_nothing_of_accelerates(m
 
 def test_losses_of_trl_that_parts_of_a_batch_cannot_compute_are_refused_by_name() -> None:
     from potluck.errors import ConfigError
-    from potluck.integrations.trl_losses import check_loss_in_parts, check_trainer
+    from potluck.integrations.hf import check_loss_in_parts, check_trainer
 
     def made(name: str, **settings: Any) -> Any:
         return type("MyTrainer", (type(name, (), {}),), settings)()

@@ -17,7 +17,7 @@ from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError
 from potluck.events import Noticed
 from potluck.link import link, whereabouts
-from potluck.save import checkpoint_folder, whole_state
+from potluck.save import checkpoint_folder, parts
 from potluck.save.export import write_plain
 from potluck.stages import stage_planner
 from tests.fleet.fleet import Fleet, assert_same
@@ -128,7 +128,7 @@ def train_and_save(folder: Path, kind: str, options: dict[str, Any]) -> list[str
 def save_everywhere(folder: str, groups: dict[str, dict[str, Any]], kinds: list[str]) -> dict[str, list[str]]:
     """One process group for all of them."""
     stage_planner.MEASURE_S = 0.0
-    whole_state.BLOCK_BYTES = 256
+    parts.BLOCK_BYTES = 256
     place, rank, world = f"file://{os.environ[RENDEZVOUS]}", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world)
     told = {}
@@ -229,7 +229,7 @@ def test_a_copy_of_a_prepared_model_saves_itself(tmp_path: Path) -> None:
 
 def over_a_store(folder: str, url: str) -> None:
     stage_planner.MEASURE_S = 0.0
-    whole_state.BLOCK_BYTES = 256
+    parts.BLOCK_BYTES = 256
     train_and_save(Path(folder), "own", {"stages": Stages(protocol=DataStore(url=url))})
 
 

@@ -16,8 +16,22 @@ import pytest
 
 from potluck.errors import ConfigError, Interrupted
 from potluck.launch import control
-from potluck.launch import join_session as session_module
-from potluck.launch.absence import Absence, Hours, decide_absence
+from potluck.launch import join as join_module
+from potluck.launch.absence import (
+    BUSY_S,
+    FREE_S,
+    Absence,
+    Hours,
+    ProcessorUse,
+    Sample,
+    Verdict,
+    busy_of,
+    decide_absence,
+    decide_yield,
+    family,
+    seconds_of,
+    share_of_cards,
+)
 from potluck.launch.control import (
     Wish,
     choose,
@@ -28,19 +42,7 @@ from potluck.launch.control import (
     pause,
     tell_length,
 )
-from potluck.launch.join_session import JoinSession, JoinTerms
-from potluck.launch.yielding import (
-    BUSY_S,
-    FREE_S,
-    ProcessorUse,
-    Sample,
-    Verdict,
-    busy_of,
-    decide_yield,
-    family,
-    seconds_of,
-    share_of_cards,
-)
+from potluck.launch.join import JoinSession, JoinTerms
 from potluck.system import lock
 from potluck.train.arguments import WorkersConfig
 from potluck.waiting import wait_until
@@ -194,7 +196,7 @@ def test_a_joiner_is_found_by_its_user_alone_and_told(tmp_path: Path, monkeypatc
         (found,) = choose(find_joiners(), None, "pause")
         assert found.name == "laptop-1" and found.state().sentence == "It works."
         assert one.wish() == Wish(False)
-        found.wish(Wish(True, 10.0, 5.0))
+        found.ask(Wish(True, 10.0, 5.0))
         assert one.wish() == Wish(True, 10.0, 5.0)
         with controlled("laptop-2", "host port 2"):
             with pytest.raises(
@@ -225,8 +227,8 @@ def test_a_joiner_begins_also_while_somebody_looks_for_joiners(
 
     monkeypatch.setattr(Path, "open", open_late)
     with controlled("laptop-1", "") as one:
-        assert begun.is_set() and one.folder is not None
-        assert [found.name for found in find_joiners()] == ["laptop-1"]
+        assert begun.is_set()
+        assert [found.name for found in find_joiners()] == ["laptop-1"] == [one.name]
 
 
 def test_all_are_told_to_pause_at_once_and_one_that_is_away_says_until_when_now(
@@ -257,7 +259,7 @@ def test_one_that_is_away_says_why_once_however_the_use_of_others_changes(
     looks = iter([Absence("yields", f"Yields: {use} %.") for use in (30, 40, 50)])
     with controlled("laptop-1", "") as one:
         session = JoinSession(WorkersConfig(count=1), JoinTerms(), one, ["laptop-1"])
-        monkeypatch.setattr(session._absences, "look", lambda ours: next(looks, None))
+        monkeypatch.setattr(session, "_find_absence", lambda ours: next(looks, None))
         assert session._await_turn()
         assert find_joiners()[0].state().doing == "working"
     assert capsys.readouterr().err.splitlines() == ["potluck: Yields: 30 %.", "potluck: Back: joining again."]
@@ -305,8 +307,8 @@ def test_workers_know_whether_their_machine_was_away_and_how_patient_the_host_is
 
         with controlled("laptop-1", "") as one:
             session = JoinSession(WorkersConfig(count=1), JoinTerms(), one, ["laptop-1"])
-            monkeypatch.setattr(session._absences, "look", look)
-            monkeypatch.setattr(session_module, "WorkerPool", Pool)
+            monkeypatch.setattr(session, "_find_absence", look)
+            monkeypatch.setattr(join_module, "WorkerPool", Pool)
             assert session.run(["x"], {}, folder) == 0
         assert told == expected
 
@@ -320,7 +322,7 @@ def test_where_files_cannot_be_locked_a_worker_joins_all_the_same(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(control, "lock", refuse)  # as NFS without a lock daemon
     with controlled("laptop-1", "") as one:
-        assert one.folder is None
+        assert find_joiners() == [] and one.wish() == Wish(False)
     assert "potluck pause will not find this worker" in capsys.readouterr().err
 
 
@@ -328,7 +330,6 @@ def test_where_files_cannot_be_locked_a_worker_joins_all_the_same(
 def test_a_wish_that_cannot_be_read_is_none(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with controlled("laptop-1", "") as one:
-        assert one.folder is not None
         (one.folder / "wish.json").write_text(text)
         assert one.wish() == Wish(False)
 

@@ -9,19 +9,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "potluck"
+from tests.unit.test_layout import FILES, SOURCE, tree_of
 
-OWNERS = {"RunState": ("run", "_run"), "Loader": ("loader", "_loader")}
+OWNERS = {
+    "RunParts": ("run", "_run"),
+    "RunProgress": ("progress", "_progress"),
+    "OpenStep": ("step", "_step"),
+    "Loader": ("loader", "_loader"),
+}
 """Classes whose fields are written by others, and the names under which others hold one."""
 BELOW = ("agree/", "fleet/")
 """Rooms that know neither class; a host's own state has the same name in them."""
-MOST_WRITES = {"RunState": 14, "Loader": 7}
+MOST_WRITES = {"RunParts": 12, "RunProgress": 0, "OpenStep": 1, "Loader": 7}
 """Pairs of a field and a module that assigns it from outside."""
-MOST_SHARED = {"RunState": 0, "Loader": 0}
+MOST_SHARED = dict.fromkeys(OWNERS, 0)
 """Fields that several modules assign, their own included."""
 
 MOST_FRAGMENTS, MOST_VAGUE_NAMES = 13, 37
@@ -38,18 +42,16 @@ SHORT_LINES = 3
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    files = sorted(SOURCE.rglob("*.py"))
-    return {str(file.relative_to(SOURCE)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+    return {str(file.relative_to(SOURCE)): tree_of(file) for file in FILES}
 
 
 def fields_of(owner: str) -> set[str]:
     """Fields of the class and of those derived from it: annotated in the class, or assigned to self in __init__."""
-    classes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    family = {owner}
-    for node in classes:
+    every, family = [node for of_file in classes().values() for node in of_file], {owner}
+    for node in every:
         family |= {node.name} if any(isinstance(base, ast.Name) and base.id in family for base in node.bases) else set()
     fields: set[str] = set()
-    for node in (each for each in classes if each.name in family):
+    for node in (each for each in every if each.name in family):
         fields |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and _is_name(each.target)}
         for method in (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"):
             fields |= {target.attr for target in _assigned(method) if _last_name(target.value) == "self"}
@@ -59,16 +61,26 @@ def fields_of(owner: str) -> set[str]:
 def writers(owner: str) -> dict[str, set[str]]:
     """For each field of the class, the modules that assign it; `its own` for the class itself."""
     fields, found = fields_of(owner), defaultdict[str, set[str]](set)
-    for file, tree in trees().items():
-        for target in () if file.startswith(BELOW) else _assigned(tree):
+    for file in trees():
+        for target in () if file.startswith(BELOW) else assignments()[file]:
             if target.attr in fields and _last_name(target.value) in OWNERS[owner]:
                 found[target.attr].add(file)
-        for node in (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == owner):
+        for node in (each for each in classes()[file] if each.name == owner):
             for method in (each for each in node.body if isinstance(each, ast.FunctionDef) and each.name != "__init__"):
                 for target in _assigned(method):
                     if target.attr in fields and _last_name(target.value) == "self":
                         found[target.attr].add("its own")
     return dict(found)
+
+
+@cache
+def assignments() -> dict[str, list[ast.Attribute]]:
+    return {file: list(_assigned(tree)) for file, tree in trees().items()}
+
+
+@cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    return {file: [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] for file, tree in trees().items()}
 
 
 def _assigned(tree: ast.AST) -> Iterator[ast.Attribute]:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import potluck
-from tests.unit.test_layout import FILES, GROUND, SOURCE, imports
+from tests.unit.test_layout import FILES, GROUND, SOURCE, imports, tree_of
 
 CORE = {"wire", "agree", "link", "sharding", "stages", "store", "data", "engine", "fleet", "save"}
 FRONT = {"train", "finetune", "integrations", "page", "trackers", "show", "hub", "cluster", "launch", "commands"}
@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "cluster": "fleet.invite save.run_folder",
     "commands": "fleet.flight fleet.invite fleet.replaying fleet.waits save.checkpoint_folder save.export",
     "launch": "agree.terms composition engine.start link.link link.ranks save.checkpoint_folder"
-    " save.checkpoint_receiver save.export save.run_folder wire.words fleet.base_folder fleet.coordinator"
+    " save.checkpoint_receiver save.run_folder wire.words fleet.base_folder fleet.coordinator"
     " fleet.description fleet.effects fleet.flight fleet.invite fleet.journal fleet.server",
 }
 PARTS = {"works"}
@@ -56,7 +56,7 @@ def test_the_front_imports_public_names_and_the_few_modules_that_are_said_here()
 def test_the_front_reaches_into_no_engine() -> None:
     wrong = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if room(path) in FRONT else ():
+        for node in ast.walk(tree_of(path)) if room(path) in FRONT else ():
             if isinstance(node, ast.Attribute):
                 is_handle = ast.unparse(node.value).endswith(("engine", "fleet"))
                 if node.attr in (OF_HANDLES if is_handle else PARTS):
@@ -66,17 +66,16 @@ def test_the_front_reaches_into_no_engine() -> None:
 
 def test_the_core_imports_nothing_of_the_front_before_it_is_asked_to() -> None:
     """A handle that tracks its run, or shows it to somebody who has joined, loads what it needs for that then."""
-    begin = "import sys, potluck; potluck.init, potluck.Engine, potluck.errors, potluck.events, potluck.BatchConfig; "
-    for code in (
-        "import sys, potluck; ",
-        begin,
-        begin + "import potluck.engine.host_table, potluck.fleet.server; ",
-    ):
-        code += "print(*{name.split('.')[1] for name in sys.modules if name.startswith('potluck.')})"
-        loaded = set(
-            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        )
-        assert not loaded & (FRONT | {"cli", "doctor"}), code
+    lines = (
+        "import sys, potluck",
+        "potluck.init, potluck.Engine, potluck.errors, potluck.events, potluck.BatchConfig",
+        "import potluck.engine.host_table, potluck.fleet.server",
+    )
+    show = "print(*{name.split('.')[1] for name in sys.modules if name.startswith('potluck.')})"
+    code = "\n".join(f"{line}; {show}" for line in lines)
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    for line, loaded in zip(lines, shown, strict=True):
+        assert not set(loaded.split()) & (FRONT | {"cli", "doctor"}), line
 
 
 def test_errors_and_events_are_found_where_the_handle_is() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from potluck.stages.channel import Buffers
+from potluck.stages.pipeline import Buffers
 from potluck.store.tensors import Header
 
 

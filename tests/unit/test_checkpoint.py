@@ -114,7 +114,7 @@ import torch
 from potluck.save.checkpoint import Snapshot, write
 from potluck.save.checkpoint_folder import prune
 generator = random.Random(0)
-for attempt in range(6):
+for attempt in range(100):
     folder, (heard, said) = Path(sys.argv[1]) / str(attempt), os.pipe()
     process = os.fork()
     step = 0
@@ -131,6 +131,8 @@ for attempt in range(6):
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
     print(max([last, *map(int, lines.read().split())]))
+    if attempt >= 5 and any(Path(sys.argv[1]).glob("*/.*")):
+        break  # one of them at least fell into a write: on a busy machine it may not be one of the first
 """
 
 
@@ -138,7 +140,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     reported = [int(line) for line in done.stdout.split()]
-    assert len(reported) == 6
+    assert len(reported) >= 6
     leftovers = 0
     for attempt, last in enumerate(reported):
         folder = tmp_path / str(attempt)

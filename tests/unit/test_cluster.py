@@ -15,8 +15,7 @@ from potluck.cluster.place import LOOKS, JobPlace, find
 from potluck.cluster.plan import NodeResources, own_resources, plan, plan_early
 from potluck.cluster.ray import slots_of
 from potluck.cluster.reaching import interface_to, reach
-from potluck.cluster.running import up
-from potluck.cluster.slurm import requeue
+from potluck.cluster.running import requeue, up
 from potluck.errors import ConfigError
 from potluck.fleet.invite import Invite
 from potluck.waiting import wait_until
@@ -148,16 +147,19 @@ def test_a_scheduler_gives_fewer_cores_than_there_are() -> None:
 
 
 def test_nodes_meet_in_files_for_their_owner_alone_and_take_no_answer_from_before(tmp_path: Path) -> None:
-    first, other = Meeting(tmp_path / "run", "17.0.0"), Meeting(tmp_path / "run", "17.0.0")
+    first, other = (Meeting(tmp_path / "run", "17.0.0", 3) for _ in range(2))
     (first.folder / "answer-1.json").write_text('{"word": "old", "led": "group"}')
     greeting = other.greet(1, "n2", 1, TWO)
     said: list[str] = []
     found: list[Reply] = []
     waiting = threading.Thread(target=lambda: found.append(other.wait_for_answer(1, greeting, 30.0, said.append)))
     waiting.start()
-    assert wait_until(lambda: 1 in first.greetings(3), 20.0)
-    assert first.greetings(3)[1].word == greeting.word and first.greetings(1) == {}
-    first.hand_over(Invite("n1", 4000, "s3cret", "A" * 43), 3)
+    assert wait_until(lambda: 1 in first.greetings(), 20.0)
+    assert first.greetings()[1].word == greeting.word
+    alone = Meeting(tmp_path / "run", "17.0.0", 1)
+    alone._call = first._call
+    assert alone.greetings() == {}
+    first.hand_over(Invite("n1", 4000, "s3cret", "A" * 43))
     waiting.join(20)
     assert [reply.led for reply in found] == ["host"] and not said
     assert "s3cret" in first.invite.read_text()
@@ -170,18 +172,18 @@ def test_nodes_meet_in_files_for_their_owner_alone_and_take_no_answer_from_befor
 
 
 def test_a_first_node_takes_no_greeting_from_before(tmp_path: Path) -> None:
-    before, first, other = (Meeting(tmp_path, "none.0") for _ in range(3))  # as torchrun's, whose starts have no name
-    before.greetings(2)
+    before, first, other = (Meeting(tmp_path, "none.0", 2) for _ in range(3))  # torchrun's starts have no name
+    before.greetings()
     stale = other.greet(1, "n2", 1, TWO)
     with pytest.raises(ConfigError, match="Gave up"):  # it heard the call, and was ended then
         other.wait_for_answer(1, stale, 0.01, lambda sentence: None)
-    assert before.greetings(2) and first.greetings(2) == {}
+    assert before.greetings() and first.greetings() == {}
     greeting = other.greet(1, "n2", 1, TWO)
     found: list[Reply] = []
     waiting = threading.Thread(target=lambda: found.append(other.wait_for_answer(1, greeting, 30.0, lambda said: None)))
     waiting.start()
-    assert wait_until(lambda: 1 in first.greetings(2), 20.0)
-    first.answer(1, Reply(word=first.greetings(2)[1].word, led="group", resume=True))
+    assert wait_until(lambda: 1 in first.greetings(), 20.0)
+    first.answer(1, Reply(word=first.greetings()[1].word, led="group", resume=True))
     waiting.join(20)
     assert [reply.resume for reply in found] == [True]
 
@@ -190,10 +192,10 @@ def test_a_second_job_in_a_folder_is_refused_and_leaves_the_first_ones_meeting_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As two jobs of an MPI that tells no attempt. The first one's late node still finds its answer."""
-    first = Meeting(tmp_path / "run", "")
+    first = Meeting(tmp_path / "run", "", 2)
     with first.hold():
-        first.greetings(2)
-        first.hand_over(Invite("n1", 4000, "s3cret", "A" * 43), 2)
+        first.greetings()
+        first.hand_over(Invite("n1", 4000, "s3cret", "A" * 43))
         there = {path.name: path.read_text() for path in first.folder.iterdir()}
         environment = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "HOME": str(tmp_path)}
         monkeypatch.setattr("os.environ", environment | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
@@ -209,11 +211,11 @@ def test_a_second_job_in_a_folder_is_refused_and_leaves_the_first_ones_meeting_a
 
 def test_a_meeting_removes_nothing_of_anothers(tmp_path: Path) -> None:
     """Where locks do nothing, as on some file systems: another job has called since."""
-    first, second = Meeting(tmp_path, ""), Meeting(tmp_path, "")
+    first, second = Meeting(tmp_path, "", 2), Meeting(tmp_path, "", 2)
     for each in (first, second):
-        each.greetings(2)
-    first.hand_over(Invite("n1", 4000, "first", "A" * 43), 2)
-    second.hand_over(Invite("n1", 4001, "second", "A" * 43), 2)
+        each.greetings()
+    first.hand_over(Invite("n1", 4000, "first", "A" * 43))
+    second.hand_over(Invite("n1", 4001, "second", "A" * 43))
     first.close()
     assert "second" in second.invite.read_text() and (second.folder / "call").exists()
     second.close()
@@ -221,9 +223,9 @@ def test_a_meeting_removes_nothing_of_anothers(tmp_path: Path) -> None:
 
 
 def test_what_named_starts_have_left_in_a_meeting_is_not_in_the_way(tmp_path: Path) -> None:
-    Meeting(tmp_path, "17.0.0").greetings(2)
-    unnamed = Meeting(tmp_path, "")
-    unnamed.greetings(2)
+    Meeting(tmp_path, "17.0.0", 2).greetings()
+    unnamed = Meeting(tmp_path, "", 2)
+    unnamed.greetings()
     unnamed.close()
     assert [path.name for path in unnamed.folder.iterdir()] == ["17.0.0"]
 
@@ -248,7 +250,7 @@ def test_a_node_that_cannot_reach_the_first_says_so_within_patience_by_name_and_
     started = time.monotonic()
     with pytest.raises(ConfigError, match=f"n2 cannot reach the first node at localhost port {port}"):
         reach("n2", "localhost", port, 0.5)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10  # it gives up after half a second; the rest is a busy machine's
     with socket.create_server(("127.0.0.1", 0)) as server:
         reach("n2", "127.0.0.1", server.getsockname()[1], 0.5)
 

@@ -7,7 +7,7 @@ from potluck import FitConfig, RunConfig, ScheduleConfig, Sync
 from potluck.config import from_toml, to_toml
 from potluck.errors import ConfigError
 from potluck.launch import processes
-from potluck.launch.host_options import HostOptions, host_args
+from potluck.launch.options import HostOptions, host_args
 from potluck.launch.processes import WorkerPool
 from potluck.launch.recipes import read_recipe
 from potluck.train.arguments import (

@@ -15,7 +15,7 @@ from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, even_batches, plan_step
 from potluck.data.source import source_of
 from potluck.errors import ConfigError
-from potluck.train.text import DataConfig, read_text, read_windows
+from potluck.train.text import DataConfig, read_rows, read_text
 
 CPU = torch.device("cpu")
 
@@ -308,7 +308,7 @@ def test_data_that_cannot_be_trained_on_is_refused(data: Any, said: str) -> None
 def test_text_is_cut_into_rows_and_its_end_is_kept_for_validation(tmp_path: Path) -> None:
     text = bytes(range(128, 256)) * 8
     (tmp_path / "a.txt").write_bytes(text)
-    training, validation = read_windows(DataConfig(paths=(str(tmp_path),), validation=0.25), context=10)
+    training, validation, _ = read_rows(DataConfig(paths=(str(tmp_path),), validation=0.25), context=10)
     assert (len(training), len(validation)) == (76, 25)
     assert bytes(training[1].tolist()) == text[10:21]
     assert bytes(validation[0].tolist()) == text[768:779]
@@ -346,7 +346,7 @@ def test_missing_empty_and_short_text_are_sentences(tmp_path: Path) -> None:
         read_text(DataConfig(paths=(str(tmp_path),)))
     (tmp_path / "short").write_text("abc")
     with pytest.raises(ConfigError, match=r"The text has 3 bytes, .* and one row needs 11"):
-        read_windows(DataConfig(paths=(str(tmp_path),)), context=10)
+        read_rows(DataConfig(paths=(str(tmp_path),)), context=10)
 
 
 def test_what_is_left_of_an_epoch_follows_what_is_done_in_the_same_shuffled_order() -> None:

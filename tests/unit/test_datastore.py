@@ -7,9 +7,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from potluck.errors import PotluckError, StoreError, TheirProtocolError, WorkerLost
-from potluck.stages.channel import WHAT, Label
 from potluck.stages.datastore import StoreChannel, key_of, label_of
+from potluck.stages.pipeline import WHAT, Label
 from potluck.store import bucket
 from potluck.store.place import HEAD_BYTES, Damaged, Exists, Head, ObjectWriter, bucket_of, folder_of
 from potluck.store.sessions import Claim
@@ -152,6 +152,56 @@ def test_a_runs_name_cannot_leave_the_folder(run: str, tmp_path: Path) -> None:
         store_at(tmp_path, run=run)
 
 
+# Places
+
+
+class At(NamedTuple):
+    """Where a store is. `folder`: where its objects lie on this disk, which moto's do not."""
+
+    url: str
+    env: dict[str, str]
+    folder: Path | None = None
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rclone, Path]]:
+    folder = tmp_path_factory.mktemp("s3")
+    with rclone(folder) as server:
+        yield server, folder / BUCKET
+
+
+@pytest.fixture(scope="module")
+def conditional() -> Iterator[dict[str, str]]:
+    with moto() as env:
+        yield env
+
+
+def use(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(params=["folder", "rclone", "moto"])
+def at(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> At:
+    """A url of its own for each test."""
+    if request.param == "folder":
+        return At(f"file://{tmp_path}", {}, tmp_path)
+    own = f"some prefix/{abs(hash(request.node.name))}"
+    if request.param == "rclone":
+        server, folder = request.getfixturevalue("signed")
+        found = At(f"s3://{BUCKET}/{own}", server.env, folder / own)
+    else:
+        found = At(f"s3://{BUCKET}/{own}", request.getfixturevalue("conditional"))
+    use(monkeypatch, found.env)
+    return found
+
+
+def in_places(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("at", names, indirect=True)
+
+
 # Objects
 
 
@@ -207,16 +257,22 @@ def put_one(folder: Path, payload: bytes = b"payload" * 100) -> tuple[Store, Pat
     ("spoil", "said"),
     [
         (lambda data: data[:-1], "1,211 bytes instead of 1,212"),
+        (lambda data: data[:-10], "1,202 bytes instead of 1,212"),
         (lambda data: data[:100], "only 100 bytes"),
         (lambda data: b"", "only 0 bytes"),
         (lambda data: data[:-1] + b"!", "checksum is wrong"),
         (lambda data: b"Dear diary, " * 100, "not written by Potluck"),
     ],
 )
-def test_an_object_that_was_altered_is_named(spoil: Callable[[bytes], bytes], said: str, tmp_path: Path) -> None:
-    store, path = put_one(tmp_path)
+@in_places("folder", "rclone")
+def test_an_object_that_was_altered_is_named(spoil: Callable[[bytes], bytes], said: str, at: At) -> None:
+    store = store_at(at.url)
+    store.put_bytes("box/key", b"payload" * 100)
+    assert at.folder is not None
+    path = at.folder / "run/g000001/box/key"
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(TheirProtocolError, match=f"run/g000001/box/key in file://.*{said}.*Delete it") as caught:
+    named = rf"The object run/g000001/box/key in {at.url[:7]}.*{said}.*Delete it"
+    with pytest.raises(TheirProtocolError, match=named) as caught:
         store.get_bytes("box/key")
     assert "\n" not in str(caught.value)
     store.put_bytes("box/key", b"healed")
@@ -289,7 +345,7 @@ def test_runs_in_one_folder_do_not_meet(tmp_path: Path) -> None:
     store_at(tmp_path, run="a").put_bytes("box/key", b"a")
     other = store_at(tmp_path, run="b", generation=7)
     assert other.get_bytes("box/key") is None and other.keys("box") == []
-    other.clear()
+    store_at(tmp_path, run="b", generation=8).clear_older()
     assert store_at(tmp_path, run="a").get_bytes("box/key") == b"a"
 
 
@@ -297,7 +353,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     store, path = put_one(tmp_path)
     (path.parent / "README.txt").write_text("mine")
     assert store.keys("box") == ["box/key"]
-    store.clear()
+    store_at(tmp_path, generation=2).clear_older()
     assert files(tmp_path) == ["run/g000001/box/README.txt"]
 
 
@@ -424,8 +480,13 @@ def test_the_worker_before_finds_out_that_another_took_its_place(tmp_path: Path)
     second.end()
 
 
-def test_of_two_that_begin_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = store_at(tmp_path)
+@in_places("folder", "moto")
+def test_of_two_that_claim_a_place_at_once_one_is_refused(at: At, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_at(at.url)
+    store.put_bytes("box/key", b"first", new=True)
+    with pytest.raises(Exists):
+        store.put_bytes("box/key", b"second", new=True)
+    assert store.get_bytes("box/key") == b"first"
     Claim(store, "stage-1", "stage 1")
     monkeypatch.setattr(store, "get_bytes", lambda key: None)  # both looked before either had put
     with pytest.raises(StoreError, match="Two workers began as stage 1"):
@@ -472,22 +533,27 @@ def read_steps(
     channel.end() if end else channel.close()
 
 
-@pytest.mark.parametrize("after", first_of([1, 2, 4]))
-def test_a_reader_killed_finds_its_inputs_again(after: int, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}"
-    source = channel_at(url, 0)
-    for step in range(2):
-        step_forward(source, step)
-    with Worker(read_steps, url, 0, 2, False, False) as reader:
-        assert [reader.hear() for _ in range(after)][-1] == divmod(after - 1, 4)
+@pytest.mark.parametrize(
+    ("at", "after"),
+    first_of([("folder", 1), ("rclone", 1), ("moto", 1), ("folder", 2), ("folder", 4)], 3),
+    indirect=["at"],
+)
+def test_a_reader_killed_finds_its_inputs_again(after: int, at: At) -> None:
+    source = channel_at(at.url, 0)
+    step_forward(source, 0)
+    with Worker(read_steps, at.url, 0, 2, False, False, env=at.env) as reader:
+        assert [reader.hear() for _ in range(after)][-1] == (0, after - 1)
         reader.kill()
-    with Worker(read_steps, url, 0, 2, True, True) as successor:
+    with Worker(read_steps, at.url, 0, 2, True, True, env=at.env) as successor:
+        step_forward(source, 1)
+        gradients = [Label(step, "gradient", 1, 0, micro) for step in range(2) for micro in range(4)]
+        assert [source.receive(label).shape for label in gradients] == [(5, 7)] * 8
         assert [successor.hear() for _ in range(8)] == [(step, micro) for step in range(2) for micro in range(4)]
         successor.finish()
-    gradients = [Label(step, "gradient", 1, 0, micro) for step in range(2) for micro in range(4)]
-    assert len([source.receive(label) for label in gradients]) == 8
+    names = store_at(at.url)._place.names
+    assert [name for name in names("run") if "to-1" in name or "stage-1" in name] == []
     source.end()
-    assert files(tmp_path) == []
+    assert names("run") == [] and (not at.url.startswith("file:") or files(at.folder) == [])
 
 
 def test_a_reader_killed_after_it_consumed_goes_on_from_there(tmp_path: Path) -> None:
@@ -647,20 +713,32 @@ def test_a_limit_on_files_is_a_full_disk_too(tmp_path: Path) -> None:
     assert files(tmp_path) == ["run/g000001/claims/stage-0"]
 
 
+def put_until_it_is_back(store: Store, come_back: Callable[[], Any]) -> None:
+    """It comes back once a write has failed."""
+    tried, write = threading.Event(), store._place.write
+
+    def watched(*arguments: Any, **options: Any) -> None:
+        try:
+            write(*arguments, **options)
+        finally:
+            tried.set()
+
+    store._place.write = watched  # type: ignore[method-assign]
+    putting = threading.Thread(target=store.put_bytes, args=("box/other", b"after"))
+    putting.start()
+    assert tried.wait(PATIENCE_S)
+    come_back()
+    putting.join()
+    assert [store.get_bytes(key) for key in ("box/key", "box/other")] == [b"before", b"after"]
+    assert sorted(store.keys("box")) == ["box/key", "box/other"]
+
+
 def test_a_folder_that_is_away_for_a_while_is_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "share"
     store = store_at(folder)
     store.put_bytes("box/key", b"before")
     folder.rename(tmp_path / "away")
-    tried = threading.Event()
-    write = store._place.write
-    store._place.write = lambda *a, **k: (tried.set(), write(*a, **k))[1]  # type: ignore[method-assign]
-    putting = threading.Thread(target=store.put_bytes, args=("box/other", b"after"))
-    putting.start()
-    assert tried.wait(PATIENCE_S)
-    (tmp_path / "away").rename(folder)
-    putting.join()
-    assert sorted(store.keys("box")) == ["box/key", "box/other"]
+    put_until_it_is_back(store, lambda: (tmp_path / "away").rename(folder))
 
 
 def test_a_folder_that_stays_away_is_a_sentence(tmp_path: Path) -> None:
@@ -680,81 +758,16 @@ def test_a_folder_that_stays_away_is_a_sentence(tmp_path: Path) -> None:
 # Object stores
 
 
-@pytest.fixture(scope="module")
-def signed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rclone, Path]]:
-    folder = tmp_path_factory.mktemp("s3")
-    with rclone(folder) as server:
-        yield server, folder / BUCKET
-
-
-@pytest.fixture(scope="module")
-def conditional() -> Iterator[dict[str, str]]:
-    with moto() as env:
-        yield env
-
-
-@pytest.fixture(params=["rclone", "moto"])
-def s3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, str]]:
-    """A url of its own for each test, and the environment for it."""
-    if request.param == "rclone":
-        env = request.getfixturevalue("signed")[0].env
-    else:
-        env = request.getfixturevalue("conditional")
-    use(monkeypatch, env)
-    return f"s3://{BUCKET}/some prefix/{abs(hash(request.node.name))}", env
-
-
-def use(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-
-
-def test_stages_talk_through_a_bucket_and_leave_it_empty(s3: tuple[str, dict[str, str]]) -> None:
-    url, env = s3
-    source = channel_at(url, 0)
-    with Worker(read_steps, url, 0, 2, False, False, env=env) as reader:
-        step_forward(source, 0)
-        reader.hear()
-        reader.kill()
-    with Worker(read_steps, url, 0, 2, True, True, env=env) as successor:
-        step_forward(source, 1)
-        gradients = [Label(step, "gradient", 1, 0, micro) for step in range(2) for micro in range(4)]
-        for label in gradients:
-            assert source.receive(label).shape == (5, 7)
-        assert [successor.hear() for _ in range(8)][-1] == (1, 3)
-        successor.finish()
-    names = store_at(url)._place.names
-    assert [name for name in names("run") if "to-1" in name or "stage-1" in name] == []
-    source.end()
-    assert names("run") == []
-
-
-def test_a_large_object_travels_in_pieces(s3: tuple[str, dict[str, str]]) -> None:
-    store = store_at(s3[0])
+@in_places("rclone", "moto")
+def test_a_large_object_travels_in_pieces(at: At) -> None:
+    store = store_at(at.url)
     store._place._whole_bytes = 5 << 20  # type: ignore[attr-defined]
     data = torch.randint(0, 255, (12 << 20,), dtype=torch.uint8)
     arrived = torch.empty_like(data)
     store.put("box/large", [data.numpy().data])
     assert store.get("box/large", lambda about, size: arrived.numpy().data)
     assert torch.equal(arrived, data)
-    store.clear()
-
-
-def test_of_two_that_claim_a_place_in_a_bucket_at_once_one_is_refused(
-    conditional: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(monkeypatch, conditional)
-    store = store_at(f"s3://{BUCKET}/claims")
-    store.put_bytes("box/key", b"first", new=True)
-    with pytest.raises(Exists):
-        store.put_bytes("box/key", b"second", new=True)
-    assert store.get_bytes("box/key") == b"first"
-    Claim(store, "stage-1", "stage 1")
-    monkeypatch.setattr(store, "get_bytes", lambda key: None)
-    with pytest.raises(StoreError, match="Two workers began as stage 1"):
-        Claim(store, "stage-1", "stage 1")
+    store.delete(["box/large"])
 
 
 @pytest.mark.parametrize(
@@ -784,42 +797,13 @@ def test_no_credentials_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         store_at(f"s3://{BUCKET}", patience_s=0.3)
 
 
-def test_an_altered_object_in_a_bucket_is_named(signed: tuple[Rclone, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, signed[0].env)
-    store = store_at(f"s3://{BUCKET}/altered")
-    store.put_bytes("box/key", b"payload" * 100)
-    path = signed[1] / "altered/run/g000001/box/key"
-    whole = path.read_bytes()
-    for spoilt in (whole[:-10], whole[:-1] + b"!"):
-        path.write_bytes(spoilt)
-        with pytest.raises(TheirProtocolError, match="The object run/g000001/box/key in s3://"):
-            store.get_bytes("box/key")
-
-
 def test_a_server_that_is_away_for_a_while_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rclone(tmp_path) as first:
-        use(monkeypatch, first.env)
-        store = store_at(f"s3://{BUCKET}/a")
-        store.put_bytes("box/key", b"before")
-    tried = threading.Event()
-    write = store._place.write
-
-    def watched(*arguments: Any, **options: Any) -> None:
-        try:
-            write(*arguments, **options)
-        finally:
-            tried.set()
-
-    store._place.write = watched  # type: ignore[method-assign]
-    putting = threading.Thread(target=store.put_bytes, args=("box/other", b"after"))
-    putting.start()
-    assert tried.wait(PATIENCE_S)
-    again = Rclone(tmp_path, first.port)
-    try:
-        putting.join()
-        assert [store.get_bytes(key) for key in ("box/key", "box/other")] == [b"before", b"after"]
-    finally:
-        again.stop()
+    with ExitStack() as later:
+        with rclone(tmp_path) as first:
+            use(monkeypatch, first.env)
+            store = store_at(f"s3://{BUCKET}/a")
+            store.put_bytes("box/key", b"before")
+        put_until_it_is_back(store, lambda: later.callback(Rclone(tmp_path, first.port).stop))
 
 
 def test_requests_are_signed_but_for_tls_and_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -870,7 +854,7 @@ def test_spares_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_b
     store.delete((f"box/k{number}" for number in range(40)), recycle=True)
     assert store.keys("box") == [] and len(files(tmp_path)) == kept
     store.delete(["box/k1", "box/never-was"], recycle=True)
-    store.clear()
+    store_at(tmp_path, generation=2).clear_older()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from potluck.data.fetching import MOST_IN_LINE, Fetcher, FetchOptions
+from potluck.data.rows import MOST_IN_LINE, Fetcher, FetchOptions
 
 CPU = torch.device("cpu")
 

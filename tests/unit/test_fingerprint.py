@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from potluck.agree.terms import check_fingerprint, differing_data, differs
-from potluck.data.fetching import FetchOptions
-from potluck.data.rows import TensorRows
-from potluck.engine import fingerprint as module
-from potluck.engine.fingerprint import ROWS, fingerprint, positions, training_settings
-from potluck.train.text import DataConfig, TextWindows, read_windows
+from potluck.data import fingerprint as module
+from potluck.data.fingerprint import ROWS, fingerprint, positions
+from potluck.data.rows import FetchOptions, TensorRows
+from potluck.engine.prepare import training_settings
+from potluck.train.text import DataConfig, TextWindows, read_rows
 
 
 class Rows:
@@ -84,7 +84,7 @@ def test_any_change_of_a_text_is_seen_also_in_what_is_never_trained_on() -> None
 
 
 def test_the_built_in_text_says_which_pythons_library_it_is(tmp_path: Any) -> None:
-    mine = fingerprint(read_windows(DataConfig(limit_bytes=20_000), 16)[0])
+    mine = fingerprint(read_rows(DataConfig(limit_bytes=20_000), 16)[0])
     assert mine["origin"] == f"the library of Python {'.'.join(map(str, sys.version_info[:3]))}"
     theirs = {"origin": "the library of Python 3.9.9", "marks": {"all": ["0" * 64, []]}}
     said = differing_data(mine, theirs)

@@ -1,4 +1,4 @@
-"""The story that `potluck demo fleet` tells is what the events show, and its verdict can be a bad one."""
+"""The story that `make demo-fleet` tells is what the events show, and its verdict can be a bad one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from potluck.errors import ConfigError
-from potluck.launch.demo_fleet import (
+from examples.demo_fleet.__main__ import (
     EventTail,
     FleetOrder,
     check,
@@ -16,7 +15,8 @@ from potluck.launch.demo_fleet import (
     is_within_epoch,
     shown_name,
 )
-from potluck.show.fleet_story import Comparison, FleetStory, Progression, together
+from examples.demo_fleet.story import Comparison, FleetStory, Progression, together
+from potluck.errors import ConfigError
 
 NAMES = {11: "joiner-1", 12: "joiner-2", 14: "joiner-4"}
 
@@ -169,11 +169,11 @@ def test_orders_that_cannot_keep_the_promise_are_refused(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     for order, sentence in (
         (FleetOrder(joiners=1), "at least two"),
-        (FleetOrder(settings=("policy.kind=cadence",)), "the policy is not changed here"),
+        (FleetOrder(settings=["policy.kind=cadence"]), "the policy is not changed here"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             check(order)
-    assert epochs_of(FleetOrder()) == 3 and epochs_of(FleetOrder(settings=("fit.epochs=7",))) == 7
+    assert epochs_of(FleetOrder()) == 3 and epochs_of(FleetOrder(settings=["fit.epochs=7"])) == 7
     assert find_folder(None) == Path("runs/demo-fleet")
     (tmp_path / "runs/demo-fleet/disturbed/checkpoints").mkdir(parents=True)
     assert find_folder(None) == Path("runs/demo-fleet-2")

@@ -9,7 +9,7 @@ from potluck.events import read_events
 from potluck.fleet.effects import Describe
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
-from potluck.launch.host_options import HostOptions, host_args
+from potluck.launch.options import HostOptions, host_args
 from tests.fleet.virtual import described
 
 

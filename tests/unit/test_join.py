@@ -15,11 +15,11 @@ from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
 from potluck.launch import recipes
-from potluck.launch.host_options import HostOptions, host_args
 from potluck.launch.join import _says_yes
 from potluck.launch.join import join as join_command
+from potluck.launch.options import HostOptions, host_args
 from potluck.train import recipe, text
-from potluck.train.arguments import FILES_ASKED, WorkersConfig, ask_for_files, data_setting
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, as_settings, ask_for_files
 from potluck.train.model import GPT, ModelConfig
 from tests.bare import Tell, Worker
 from tests.fleet.fleet import close_all, serve
@@ -89,7 +89,7 @@ def test_what_the_joiner_names_is_read_in_its_place(tmp_path: Path, secret: Path
     mine = tmp_path / "mine"
     mine.write_text("x")  # too short to be trained on, so that it ends there
     paths = f"{RECIPE}[data]\npaths = [{str(secret)!r}]\n"
-    said, opened, _ = joined(tmp_path, paths, data_setting([str(mine)]))
+    said, opened, _ = joined(tmp_path, paths, as_settings({"data.paths": [str(mine)]}))
     assert said.startswith("The text has 1 bytes")
     assert str(mine) in opened and str(secret) not in opened
 

@@ -252,9 +252,9 @@ def test_an_abandoned_step_lets_its_senders_go_and_leaves_nothing_behind() -> No
     started = threading.Event()
     waiting = threading.Thread(target=lambda: step.pour([(0, 1)], pause=started.set), daemon=True)
     waiting.start()
-    assert started.wait(5)
+    assert started.wait(30)
     step.mean.abort()
-    waiting.join(5)
+    waiting.join(30)
     assert not waiting.is_alive()
     step.begin(2, several=False)
     together(lambda: step.pour([(0, 2)]), lambda: step.pour([(2, 4)]))
@@ -293,7 +293,7 @@ def test_a_mean_is_not_overwritten_before_all_have_been_sent_it() -> None:
     assert sender.is_alive() and step.mean.results[0].tobytes() == first.tobytes()
     assert step.mean.waits_for == {2}
     step.mean.release(0, 2)
-    sender.join(5)
+    sender.join(30)
     assert not sender.is_alive() and not step.mean.waits_for
     step.assert_right(scale=2.0)
 
@@ -410,7 +410,7 @@ def test_however_many_send_what_waits_stays_within_the_window(senders: int) -> N
 
     def last() -> None:
         for _ in range(senders - 1 if window < 128 else 0):
-            assert stuck.acquire(timeout=5)
+            assert stuck.acquire(timeout=30)
         step.pour([(senders - 1, senders)])
 
     together(*(partial(step.pour, [(number, number + 1)]) for number in range(senders - 1)), last)
@@ -481,7 +481,7 @@ def test_coded_payloads_and_floats_give_the_bits_of_a_tree_that_is_rounded_every
     mean.begin(1, 5, nodes=sum(map(len, shared)), several=any(len(nodes) > 1 for nodes in shared))
     mean.set_scale(1, 0.3)
     together(*(partial(pour, worker, nodes) for worker, nodes in enumerate(shared)))
-    assert done.wait(5)
+    assert done.wait(30)
     for part, size in enumerate(sizes):
         expected = arrives(part, sum_of(part, (0, 5)) * np.float32(0.3))
         assert mean.results[part].tobytes() == expected.tobytes()

@@ -15,16 +15,16 @@ from torch import nn
 
 from potluck.agree.policy import Cadence
 from potluck.composition import Wanted
-from potluck.engine.node_client import NodeClient
+from potluck.engine.node_listener import NodeListener
 from potluck.engine.node_sums import NodeParts
 from potluck.engine.precision import StepConfig
 from potluck.engine.start import hosted_engine
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, PotluckError
-from potluck.fleet.client import AverageReady, Client
+from potluck.fleet.client import Average, Client
 from potluck.fleet.description import BUFFERS, Part
+from potluck.fleet.holder import ConnectionLost
 from potluck.fleet.invite import Invite
-from potluck.fleet.member import ConnectionLost
 from potluck.link.link import connect
 from potluck.link.ranks import NODE, RANKS, Request, asked_ranks, is_later_rank, meet, ranks_here
 from potluck.sharding.strategy import HybridShard
@@ -48,6 +48,7 @@ HELD = [
     [[(2, 4), (7, 10)], [], [(0, 2)]],
 ]
 """Of two ranks; the second has nothing of the second part, and both have the buffers."""
+NOBODY = Invite("127.0.0.1", 1, "", None)
 
 
 def there_and_back() -> list[Any]:
@@ -99,13 +100,13 @@ def test_numbers_that_nobody_holds_are_a_fault_on_every_rank() -> None:
 # What is told
 
 
-class Spoken:
-    """In place of a client: what a host would say."""
+class Spoken(Client):
+    """In place of the first rank's client: what a host would say."""
 
     def __init__(self) -> None:
-        self.welcome = Welcome(3, 20_000, "a recipe")
-        self.session = object()
         self.said: list[str] = []
+        super().__init__(NOBODY, name="n", kind="cpu", say=self.said.append)
+        self.welcome = Welcome(3, 20_000, "a recipe")
         self.heard = [
             Admitted(5, 1, "{}"),
             StateChunk(2, b"12345"),
@@ -114,35 +115,29 @@ class Spoken:
             ConnectionLost("it hung up"),
         ]
 
-    def take_averages_one_by_one(self) -> None:
-        pass
-
-    def say(self, sentence: str) -> None:
-        self.said.append(sentence)
-
-    def make_room(self, floats: int) -> None:
-        pass
-
-    def allocate(self, floats: int) -> Any:
-        return np.zeros(floats, np.float32)
-
-    def receive_any(self, timeout_s: float) -> Any:
+    def receive(self, timeout_s: float | None = None) -> Any:
         return self.heard.pop(0) if self.heard else Shutdown()
+
+
+def join_node(link: Any) -> NodeListener:
+    silent = Client(NOBODY, name="n", kind="cpu", say=lambda sentence: None)
+    return NodeListener(Spoken() if link.rank == 0 else silent, link)
 
 
 def listen() -> list[Any]:
     link = connect(torch.device("cpu"), 20.0)
-    spoken: Any = Spoken() if link.rank == 0 else None
-    client = NodeClient(spoken, link, name="n")
+    listener = join_node(link)
     stops: list[int] = []
-    client.on_stop = lambda: stops.append(1)
+    listener.on_stop = lambda: stops.append(1)
+    client = listener.client
+    assert client.welcome is not None
     found: list[Any] = [client.worker_id, client.patience_s, client.welcome.recipe]
     for _ in range(5):
-        heard = client.receive(timeout_s=0.0)
+        heard = listener.receive(timeout_s=0.0)
         found.append([type(heard).__name__, getattr(heard, "step", 0), len(getattr(heard, "data", b""))])
     found.append(len(stops))
-    client.wants_stop = link.rank == 1
-    return [*found, type(client.receive()).__name__, len(stops)]
+    listener.wants_stop = link.rank == 1
+    return [*found, type(listener.receive()).__name__, len(stops)]
 
 
 def test_every_rank_hears_what_the_first_hears_and_a_wish_to_stop_of_any() -> None:
@@ -161,15 +156,14 @@ def test_every_rank_hears_what_the_first_hears_and_a_wish_to_stop_of_any() -> No
 
 def prepare_a_batch_of_a_row_each() -> list[str]:
     link = connect(torch.device("cpu"), 20.0)
-    spoken: Any = Spoken() if link.rank == 0 else None
-    client, device = NodeClient(spoken, link, name="n"), torch.device("cpu")
+    listener, device = join_node(link), torch.device("cpu")
     wanted = Wanted(policy=Cadence.published(), strategy=HybridShard(intra_node_size=2), has_host=True)
-    engine = hosted_engine(client, device, link, wanted, StepConfig())
+    engine = hosted_engine(listener, device, link, wanted, StepConfig())
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine.prepare(model, optimizer, (torch.zeros(8, 3), torch.zeros(8, 4)), batch_size=2)
-    client.is_closed = True  # there is nobody to say goodbye to
-    return spoken.said if link.rank == 0 else []
+    listener.client.is_closed = True  # there is nobody to say goodbye to
+    return listener.client.said if isinstance(listener.client, Spoken) else []
 
 
 def test_rows_that_are_alone_on_a_rank_are_named_before_the_first_step() -> None:
@@ -208,14 +202,14 @@ def test_averages_that_nobody_has_taken_yet_stay_what_they_were_when_the_host_ha
         host.start()
         client = Client(Invite("127.0.0.1", listener.getsockname()[1], "", None), name="n", kind="cpu", say=print)
         client.description = replace(DESCRIBED, parts=tuple(PARTS))
-        client.take_averages_one_by_one()
+        client.take_averages_one_by_one(10)
         client.connect()
         assert hung_up.wait(20)
     session: Any = client.session
     wait_until(lambda: session.lost is not None)
-    heard = [client.receive_any() for _ in range(5)]
+    heard = [client.receive() for _ in range(5)]
     client.close()
-    found = [(a.step, a.part, a.floats.tolist()) for a in heard if isinstance(a, AverageReady)]
+    found = [(a.step, a.part, a.floats.tolist()) for a in heard if isinstance(a, Average)]
     assert found == [(6, 0, [1.0] * 10), (6, 1, [2.0] * 3), (6, 2, [3.0] * 2)]
     assert [type(each) for each in heard[3:]] == [Committed, ConnectionLost]
 

@@ -16,7 +16,6 @@ from potluck.link.link import Alone
 from potluck.save import parts, state
 from potluck.save.checkpoint import write_tensors
 from potluck.save.checkpoint_folder import AVERAGE
-from potluck.save.saves import saved_part
 from potluck.sharding.ranges import Ranges
 
 Make = Callable[[Any], Optimizer]
@@ -65,7 +64,7 @@ class Worker:
         self.replica.apply(1.0)
 
     def save(self) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
-        saved = parts.optimizer_part(saved_part(self.replica))
+        saved = parts.optimizer_part(parts.saved_part(self.replica))
         return saved.tensors, saved.notes, state.model_state(self.model)
 
     def load(self, tensors: dict[str, torch.Tensor], told: dict[str, Any], model: dict[str, torch.Tensor]) -> None:
@@ -73,7 +72,7 @@ class Worker:
         with tempfile.TemporaryDirectory() as folder:
             write_tensors(file := Path(folder, "optimizer.safetensors"), tensors)
             with Ranges([file]) as source:
-                parts.load_optimizer_part(saved_part(self.replica), source, told)
+                parts.load_optimizer_part(parts.saved_part(self.replica), source, told)
 
 
 @pytest.mark.parametrize("offload", [False, True], ids=["here", "on the host"])

@@ -20,14 +20,13 @@ import pytest
 from potluck.errors import ConfigError
 from potluck.fleet.invite import Identity, client_context
 from potluck.page.access import Access, can_tell_owners, owner_of
-from potluck.page.settings import PageSettings
 from potluck.page.start import PageProcess, fingerprint_of, start_page
-from potluck.page.where import PageAddress, page_address
+from potluck.page.where import PageSettings, page_address
 from potluck.waiting import wait_until
 from tests.unit.test_page_fold import START, started, step
 
 STATIC = Path(__file__).parents[2] / "src" / "potluck" / "page" / "static"
-HERE = PageAddress()
+HERE = Access()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def page(run: Path, orders: list[dict[str, Any]]) -> Iterator[PageProcess]:
 
 
 @contextmanager
-def paged(wanted: PageSettings, address: PageAddress = HERE, **more: Any) -> Iterator[PageProcess]:
+def paged(wanted: PageSettings, address: Access = HERE, **more: Any) -> Iterator[PageProcess]:
     process = start_page(address, wanted, **more)
     assert process is not None
     try:
@@ -88,7 +87,7 @@ def stream(port: int) -> Iterator[Iterator[dict[str, Any]]]:
 
 
 def test_the_page_is_small_names_nobody_else_and_lets_nothing_else_in(page: PageProcess) -> None:
-    port, size = page.place.access.port, 0
+    port, size = page.settings.port, 0
     for path, kind in {"/": "text/html", "/page.js": "text/javascript", "/page.css": "text/css"}.items():
         status, text, headers = ask(port, path)
         size += len(text.encode())
@@ -97,11 +96,11 @@ def test_the_page_is_small_names_nobody_else_and_lets_nothing_else_in(page: Page
         assert not re.search(r"https?://(?!www\.w3\.org)", text)
         assert "style=" not in text and "onclick" not in text  # the policy would refuse them
     assert size < 60_000
-    assert page.place.link == f"http://127.0.0.1:{port}/"
+    assert page.settings.link == f"http://127.0.0.1:{port}/"
 
 
 def test_what_is_new_in_the_folder_reaches_whoever_looks(page: PageProcess, run: Path) -> None:
-    with stream(page.place.access.port) as told:
+    with stream(page.settings.port) as told:
         first = next(told)
         while not first.get("head", {}).get("step"):  # it may have been quicker than the first look at the file
             first |= next(told)
@@ -114,7 +113,7 @@ def test_what_is_new_in_the_folder_reaches_whoever_looks(page: PageProcess, run:
 
 def test_prometheus_gets_its_figures(page: PageProcess) -> None:
     def figures() -> dict[str, str]:
-        status, text, headers = ask(page.place.access.port, "/metrics")
+        status, text, headers = ask(page.settings.port, "/metrics")
         assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
         return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
 
@@ -123,7 +122,7 @@ def test_prometheus_gets_its_figures(page: PageProcess) -> None:
 
 
 def test_a_name_that_leads_here_from_elsewhere_is_refused(page: PageProcess) -> None:
-    port = page.place.access.port
+    port = page.settings.port
     for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
         assert ask(port, Host=name)[0] == 403
     for name in (f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
@@ -133,11 +132,11 @@ def test_a_name_that_leads_here_from_elsewhere_is_refused(page: PageProcess) -> 
 def test_whoever_asks_does_not_say_who_that_is(page: PageProcess) -> None:
     """Another user of the machine could name the connection of a browser that may look."""
     for said in ("127.0.0.1:1", "10.0.0.1"):
-        assert ask(page.place.access.port, X_Forwarded_For=said)[0] == 200  # it is we who ask, whatever is said
+        assert ask(page.settings.port, X_Forwarded_For=said)[0] == 200  # it is we who ask, whatever is said
 
 
 def test_what_is_no_request_leaves_nothing_behind(page: PageProcess) -> None:
-    with socket.create_connection(("127.0.0.1", page.place.access.port), timeout=20) as stranger:
+    with socket.create_connection(("127.0.0.1", page.settings.port), timeout=20) as stranger:
         stranger.sendall(b"\x00\x01\r\n\r\n")
         assert b"400" in stranger.recv(4096)
     assert os.fstat(page._complaints.fileno()).st_size == 0
@@ -153,7 +152,7 @@ HALVES = {
 
 @pytest.mark.parametrize("half", ["half a head", "half a body"])
 def test_those_who_send_half_a_request_do_not_keep_the_owner_out(page: PageProcess, half: str) -> None:
-    port = page.place.access.port
+    port = page.settings.port
     with ExitStack() as stack, stream(port) as seen:
         next(seen)
         for _ in range(270):
@@ -169,7 +168,7 @@ def test_what_is_no_whole_request_in_time_is_closed(half: str, monkeypatch: pyte
     import uvicorn
     from starlette.applications import Starlette
 
-    from potluck.page import connections
+    from potluck.page import serve as connections
 
     monkeypatch.setattr(connections, "HEAD_S", 0.05)
 
@@ -190,7 +189,7 @@ def test_what_is_no_whole_request_in_time_is_closed(half: str, monkeypatch: pyte
 
 
 def test_the_line_to_join_is_shown_to_the_page_itself_when_asked_for(page: PageProcess) -> None:
-    port = page.place.access.port
+    port = page.settings.port
     assert ask(port, "/invite")[0] == 405
     assert ask(port, "/invite", "POST")[0] == 403
     assert ask(port, "/invite", "POST", Origin="http://evil.example")[0] == 403
@@ -201,7 +200,7 @@ def test_the_line_to_join_is_shown_to_the_page_itself_when_asked_for(page: PageP
 
 
 def test_an_order_needs_the_pages_own_token_and_origin(page: PageProcess, orders: list[dict[str, Any]]) -> None:
-    port = page.place.access.port
+    port = page.settings.port
     with stream(port) as told:
         token = next(told)["can"]["order"]
     origin, let_go = f"http://127.0.0.1:{port}", json.dumps({"action": "let_go", "worker": 7})
@@ -221,7 +220,7 @@ def test_an_order_needs_the_pages_own_token_and_origin(page: PageProcess, orders
 def test_a_page_that_only_shows_takes_no_orders_and_is_there_again_at_its_port(tmp_path: Path) -> None:
     append(tmp_path, started())
     with paged(PageSettings(folder=tmp_path)) as page:
-        port = page.place.access.port
+        port = page.settings.port
         with stream(port) as told:
             assert next(told)["can"] == {"order": None, "invite": False, "led": False}
         assert ask(port, "/order", "POST", '{"action": "pause"}', Origin=f"http://127.0.0.1:{port}")[0] == 403
@@ -229,7 +228,7 @@ def test_a_page_that_only_shows_takes_no_orders_and_is_there_again_at_its_port(t
         assert (tmp_path / "page.json").stat().st_mode & 0o777 == 0o600
     assert page.process.returncode == 0
     with paged(PageSettings(folder=tmp_path)) as again:
-        assert again.place.access.port == port
+        assert again.settings.port == port
 
 
 @pytest.mark.skipif(not can_tell_owners(), reason="this system does not tell whose process a connection is")
@@ -279,6 +278,7 @@ def test_a_page_for_others_is_encrypted_with_the_runs_certificate_and_keeps_its_
             host="127.0.0.1",
             port=port,
             token="right",
+            encrypted=True,
             descriptor=listener.fileno(),
             folder=tmp_path,
             identity=identity.folder,
@@ -293,7 +293,7 @@ def test_a_page_for_others_is_encrypted_with_the_runs_certificate_and_keeps_its_
         connection.connect()
         assert isinstance(connection.sock, ssl.SSLSocket)
         shown = ssl.DER_cert_to_PEM_cert(connection.sock.getpeercert(binary_form=True) or b"")
-        assert shown.split() == (identity.folder / "cert.pem").read_text().split() and fingerprint_of(identity)
+        assert shown.split() == (identity.folder / "cert.pem").read_text().split() and fingerprint_of(identity.folder)
         connection.request("GET", "/")
         refused = connection.getresponse()
         assert refused.status == 403 and b"token" in refused.read()
@@ -312,7 +312,7 @@ def test_a_page_for_others_is_encrypted_with_the_runs_certificate_and_keeps_its_
 def test_a_port_that_is_taken_is_a_sentence_and_no_failure(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert start_page(PageAddress("127.0.0.1", port), PageSettings(folder=tmp_path)) is None
+        assert start_page(Access("127.0.0.1", port), PageSettings(folder=tmp_path)) is None
     assert f"There is no page: it cannot be served at 127.0.0.1 port {port}" in capfd.readouterr().err
 
 
@@ -330,11 +330,11 @@ def _more(told: list[str], capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_what_page_says_is_understood_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POTLUCK_PAGE", raising=False)
-    assert page_address(None) == page_address("on") == PageAddress("127.0.0.1", 0)
+    assert page_address(None) == page_address("on") == Access("127.0.0.1", 0)
     assert page_address("off") is None
-    assert page_address("8080") == PageAddress("127.0.0.1", 8080)
-    assert page_address("0.0.0.0:8080") == PageAddress("0.0.0.0", 8080)
-    assert page_address("[::1]:80") == PageAddress("::1", 80)
+    assert page_address("8080") == Access("127.0.0.1", 8080)
+    assert page_address("0.0.0.0:8080") == Access("0.0.0.0", 8080)
+    assert page_address("[::1]:80") == Access("::1", 80)
     for odd in ("x", "1.2.3.4", "1.2.3.4:99999", "a:b"):
         with pytest.raises(ConfigError, match="--page is off, a port, or ADDRESS:PORT"):
             page_address(odd)

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load, load_file
 
-from potluck.commands.push import Push, write_for_hub
+from potluck.commands.results import Push, write_for_hub
 from potluck.config import from_toml, parse_toml
 from potluck.engine.engine import Engine
 from potluck.errors import ConfigError

@@ -18,12 +18,12 @@ import potluck
 from potluck.errors import ConfigError, JournalError
 from potluck.events import read_events
 from potluck.files import write_whole
+from potluck.fleet.coordinator import INPUTS
 from potluck.fleet.effects import Finish, Record
-from potluck.fleet.inputs import INPUTS
 from potluck.fleet.invite import Invite
 from potluck.fleet.journal import Journal
 from potluck.launch.host import _Host
-from potluck.launch.host_options import HostArgs, HostOptions, host_args
+from potluck.launch.options import HostArgs, HostOptions, host_args
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder, name_fault
@@ -274,7 +274,7 @@ def test_a_full_disk_under_the_journal_leaves_a_sentence_and_an_exit_code(
         big = record(2, workers=({"name": "x" * 100_000},))
         monkeypatch.setitem(INPUTS, "a step", lambda core, now: [Record(big)])
         host.server._act("a step")
-        finish = host.server.wait(5)
+        finish = host.server.wait(30)
         assert finish is not None and finish.failed
         host._end(finish)
         assert host._summarize(finish) == 1

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining import ScheduleGPipe
 
 from potluck.stages.schedule import (
     Action,
@@ -42,6 +41,8 @@ def test_every_stage_sees_every_micro_batch_once_and_nobody_waits_for_ever(
 
 @pytest.mark.parametrize(("workers", "micros"), [(2, 2), (2, 7), (3, 5), (4, 4), (4, 9)])
 def test_gpipe_is_what_torch_plans(workers: int, micros: int) -> None:
+    from torch.distributed.pipelining import ScheduleGPipe  # takes a second, which other processes need not wait
+
     stage: Any = SimpleNamespace(num_stages=workers, has_backward=True, is_first=True, is_last=False)
     theirs = ScheduleGPipe(stage, micros).pipeline_order
     assert theirs is not None

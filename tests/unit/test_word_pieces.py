@@ -12,8 +12,7 @@ import torch
 from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.train.recipe import RunConfig
-from potluck.train.text import DataConfig, read_rows, read_text
-from potluck.train.word_pieces import TOKENIZER, learn_pieces, pieces_of
+from potluck.train.text import TOKENIZER, DataConfig, learn_pieces, pieces_of, read_rows, read_text
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,21 @@ from potluck.events import RunStarted, StepDone, WorkerCame, WorkerStep
 from potluck.fleet.client import Client
 from potluck.fleet.description import Description
 from potluck.show.progress import Progress
-from potluck.wire.messages import Applied, Heartbeat, Hello, JoinRequest, Leave, Message, Ready, Refusal, Saved, Welcome
-from potluck.wire.words import NAME, SENTENCE, clean, clean_all, heard
+from potluck.wire.messages import (
+    NAME,
+    SENTENCE,
+    Applied,
+    Heartbeat,
+    Hello,
+    JoinRequest,
+    Leave,
+    Message,
+    Ready,
+    Refusal,
+    Saved,
+    Welcome,
+)
+from potluck.wire.words import clean, clean_all, heard
 from tests.fleet.fleet import Fleet, wait_until
 from tests.unit.test_journal import DESCRIBED
 

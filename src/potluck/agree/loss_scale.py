@@ -26,7 +26,7 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """Return the factor of a loss that is weighted by its samples and by RunState.unit."""
+        """Return the factor of a loss that is weighted by its samples and by OpenStep.unit."""
         return self.value / self.samples_per_row if self.is_on else 1.0
 
     @property

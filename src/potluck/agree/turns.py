@@ -16,6 +16,10 @@ class Turns:
     def next(self) -> None:
         self.now = (self.now + 1) % self.count
 
+    def go_to(self, turn: int) -> None:
+        """A run that is resumed may have fewer optimizers than it had."""
+        self.now = min(turn, self.count - 1)
+
     def steps_of(self, turn: int, steps: int) -> int:
         """How many of the first `steps` steps of a run are of this turn."""
         return max(0, -(-(steps - turn) // self.count))

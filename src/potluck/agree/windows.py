@@ -156,16 +156,14 @@ class WindowPlanner:
             f" about {self.costs.more_rows(anchor):.0%} more rows for the same loss"
         )
 
-    def decide_together(self, rows: int, *, is_first: bool = True) -> WindowPlan:
-        """One step of all replicas, over `rows` rows that are shared by speed. `is_first`: for the run's start."""
-        parts = share_out(rows, self._parts)
-        give_each_one(parts)
-        if self._balance is None or self._balance.batch < rows:
-            self._balance = Balance(rows, len(parts))
-        return self.together(parts, is_first=is_first)
-
-    def together(self, parts: list[int], *, is_first: bool) -> WindowPlan:
-        """One step of all replicas, of which each has so many rows."""
+    def decide_together(self, rows: int, *, parts: list[int] | None = None, is_first: bool = True) -> WindowPlan:
+        """One step of all replicas, over `rows` rows: in these parts, or shared by speed. `is_first`: for the run's
+        start."""
+        if parts is None:
+            parts = share_out(rows, self._parts)
+            give_each_one(parts)
+            if self._balance is None or self._balance.batch < rows:
+                self._balance = Balance(rows, len(parts))
         self._most = PROBE
         at_first = f"In the first {self.policy.together:.0%} of the run all agree in every step"
         reason = f"{at_first if is_first and not self.policy.chooses else self._why}: {_list(parts)} rows."

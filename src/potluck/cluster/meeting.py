@@ -54,7 +54,9 @@ class Reply:
 
 
 class Meeting:
-    def __init__(self, run: Path, attempt: str) -> None:
+    def __init__(self, run: Path, attempt: str, tasks: int | None = None) -> None:
+        """`tasks`: how many meet; None: nobody has said."""
+        self._known, self._most = (tasks or 1) - 1, (tasks or 1 << 31) - 1  # others
         self.folder = run / "meeting"
         name = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in attempt)[:100]
         try:
@@ -85,7 +87,7 @@ class Meeting:
         """While it leads: a second job that meets in this folder is refused before it writes anything."""
         return hold(self._run, self._lock_name)
 
-    def greetings(self, tasks: int | None) -> dict[int, Greeting]:
+    def greetings(self) -> dict[int, Greeting]:
         """Return the greetings of all others that have heard the call so far, by their task."""
         if not self._call:
             self._call = secrets.token_hex(8)
@@ -93,24 +95,29 @@ class Meeting:
         greetings = {}
         for path in self.folder.glob("greeting-*.json"):
             number = path.stem.removeprefix("greeting-")
-            if number.isdigit() and 0 < int(number) < (tasks or 1 << 31):
+            if number.isdigit() and 0 < int(number) <= self._most:
                 greetings[int(number)] = from_dict(Greeting, _read(path), f"{path}")
         return {task: each for task, each in sorted(greetings.items()) if each.call == self._call}
+
+    def wait_for_all(self, seconds: float) -> dict[int, Greeting]:
+        """Return the greetings of all others that are known to come, or of those that have when the time is over."""
+        wait_until(lambda: len(self.greetings()) >= self._known, seconds)
+        return self.greetings()
 
     def answer(self, task: int, answer: Reply) -> None:
         self._write(f"answer-{task}.json", json.dumps(asdict(answer)))
         self._answered[task] = answer.word
 
-    def hand_over(self, invite: Invite, tasks: int | None) -> None:
+    def hand_over(self, invite: Invite) -> None:
         """Hand the invite to the nodes that have come, and until close() to any that comes."""
         self._write(INVITE_FILE, invite.line() + "\n")
 
         def look() -> None:
             while True:
-                for task, greeting in self.greetings(tasks).items():
+                for task, greeting in self.greetings().items():
                     if self._answered.get(task) != greeting.word:
                         self.answer(task, Reply(word=greeting.word, led="host"))
-                if self._ended.wait(POLL_S if len(self._answered) < (tasks or 1 << 31) - 1 else 1.0):
+                if self._ended.wait(POLL_S if len(self._answered) < self._most else 1.0):
                     return
 
         # A thread beside the host's: nodes that come late, or are started again, wait for an answer too.

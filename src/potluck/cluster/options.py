@@ -8,71 +8,39 @@ from typing import Annotated, Any
 import tyro
 
 from potluck.cluster.plan import As, NodeResources
-from potluck.config import from_dict, parse_toml, to_dict
+from potluck.config import parse_toml, to_dict
 from potluck.errors import ConfigError
-from potluck.launch.host_options import HostArgs, HostOptions, host_args
-from potluck.launch.options import Data, Ranks, Settings, Threads
+from potluck.launch.options import Data, HostArgs, HostOptions, Ranks, Settings, Threads, host_args, option
 from potluck.save.run_folder import holds_run, name_fault
-from potluck.train.arguments import TrainArgs, WorkersConfig, find_recipe
+from potluck.train.arguments import TrainArgs, WorkersConfig, find_recipe, workers_in
 from potluck.words import say
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpOptions:
-    what: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(
-            metavar="RECIPE|SCRIPT [ARGUMENTS ...]", help="A recipe, as for train; or a Python file, as for run."
-        ),
-    ]
+    what: Annotated[tyro.conf.Positional[str], option("RECIPE|SCRIPT [ARGUMENTS ...]")]
+    """A recipe, as for train; or a Python file, as for run."""
     data: Data = ()
-    workers: Annotated[
-        int | None,
-        tyro.conf.arg(
-            aliases=["-n"],
-            metavar="N",
-            help="Workers on each node.",
-            help_behavior_hint="(default: one for each GPU, or one)",
-        ),
-    ] = None
+    workers: Annotated[int | None, option("N", default="one for each GPU, or one", aliases=["-n"])] = None
+    """Workers on each node."""
     threads: Threads = None
     ranks: Ranks = None
-    out: Annotated[
-        str | None,
-        tyro.conf.arg(
-            metavar="FOLDER",
-            help="The run folder, which all nodes share.",
-            help_behavior_hint="(default: runs/NAME, with the job's number if it has one)",
-        ),
-    ] = None
+    out: Annotated[str | None, option("FOLDER", default="runs/NAME, with the job's number if it has one")] = None
+    """The run folder, which all nodes share."""
     led: Annotated[
-        As | None,
-        tyro.conf.arg(
-            name="as",
-            help="A fixed group, or a host that nodes may join and leave.",
-            help_behavior_hint="(default: a group where all nodes are alike and will stay)",
-        ),
+        As | None, option("{group,host}", default="a group where all nodes are alike and will stay", name="as")
     ] = None
-    on: Annotated[
-        str | None,
-        tyro.conf.arg(
-            metavar="ray|ADDRESS",
-            help="The Ray cluster of this machine, or of that address.",
-            help_behavior_hint="(default: whatever started this)",
-        ),
-    ] = None
-    port: Annotated[int, tyro.conf.arg(metavar="N", help="Of the first node; 0: any that is free.")] = 0
-    address: Annotated[
-        str | None,
-        tyro.conf.arg(
-            metavar="NAME", help="How others reach the first node.", help_behavior_hint="(default: its name)"
-        ),
-    ] = None
-    patience_s: Annotated[
-        float,
-        tyro.conf.arg(name="patience", metavar="SECONDS", help="How long a node may be silent, or out of reach."),
-    ] = 30.0
-    at_least: Annotated[int, tyro.conf.arg(metavar="N", help="Workers that a host waits for at first.")] = 1
+    """A fixed group, or a host that nodes may join and leave."""
+    on: Annotated[str | None, option("ray|ADDRESS", default="whatever started this")] = None
+    """The Ray cluster of this machine, or of that address."""
+    port: Annotated[int, option("N")] = 0
+    """Port of the first node; 0: any that is free."""
+    address: Annotated[str | None, option("NAME", default="its name")] = None
+    """How others reach the first node."""
+    patience_s: Annotated[float, option("SECONDS", name="patience")] = 30.0
+    """How long a node may be silent, or out of reach."""
+    at_least: Annotated[int, option("N")] = 1
+    """Workers that a host waits for at first."""
     settings: Settings = field(default_factory=list)
     arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Arguments of a script."""
@@ -103,9 +71,7 @@ class UpOptions:
 
     def workers_config(self, count: int, resources: NodeResources, local_tasks: int) -> WorkersConfig:
         """Threads: an even share of what the scheduler gave, unless somebody has chosen."""
-        config = WorkersConfig()
-        if not self.is_script and isinstance(table := self._table().get("workers"), dict):
-            config = from_dict(WorkersConfig, table, "workers")
+        config = WorkersConfig() if self.is_script else workers_in(self._table())
         even = max(1, resources.cores // (count * local_tasks))
         return replace(
             config, count=count, threads=self.threads or config.threads or even, ranks=self.ranks or config.ranks

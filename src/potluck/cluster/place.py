@@ -1,6 +1,6 @@
 """Finds the scheduler that started this process, and JobPlace: what it says of it, in its environment. Pure.
 
-Nothing is asked, opened or started: what has to be asked of SLURM is in slurm.py.
+Nothing is asked, opened or started: what has to be asked of SLURM is in running.py.
 """
 
 import re

@@ -3,7 +3,6 @@
 The decision is pure, and its reason is a sentence.
 """
 
-import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from potluck.cluster.place import JobPlace
-from potluck.environment import usable_cores
+from potluck.environment import processor, usable_cores
 from potluck.words import plural
 
 As = Literal["group", "host"]
@@ -36,16 +35,8 @@ def own_resources(cores: int | None, visible: str | None) -> NodeResources:
     CUDA_VISIBLE_DEVICES."""
     usable = usable_cores()
     return NodeResources(
-        cores=min(usable, cores) if cores else usable, processor=_processor(), gpus=_gpus(NVIDIA, visible)
+        cores=min(usable, cores) if cores else usable, processor=processor(), gpus=_gpus(NVIDIA, visible)
     )
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _gpus(folder: Path, visible: str | None) -> tuple[str, ...]:

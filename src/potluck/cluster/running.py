@@ -4,14 +4,17 @@ Knows places and plans, and no scheduler but what SLURM has to be asked for. Imp
 """
 
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from potluck.cluster import slurm
 from potluck.cluster.meeting import Meeting, Reply
 from potluck.cluster.options import UpOptions, joining_settings, resumes
 from potluck.cluster.place import JobPlace, find
@@ -25,9 +28,10 @@ from potluck.launch.join import join
 from potluck.launch.processes import RankSpan, free_port, launch
 from potluck.save.run_folder import holds_run, make_run_folder
 from potluck.signals import ECHO_S
-from potluck.waiting import wait_until
 from potluck.words import say
 
+ASK_S = 10.0
+"""How long SLURM has to answer."""
 TURNED_AWAY_S = 5.0
 """How long a first node that cannot begin waits for those whom it tells so."""
 
@@ -63,7 +67,7 @@ class _Task:
 
     def run(self) -> int:
         make_run_folder(self.folder)
-        meeting = Meeting(self.folder, self.place.attempt)
+        meeting = Meeting(self.folder, self.place.attempt, self.place.tasks)
         if self.place.group is not None and self.options.led != "host":
             return self._as_rank(meeting)
         if self.place.task:
@@ -83,7 +87,7 @@ class _Task:
             say(f"{self.place.sentence()} A fixed group, which {self.place.scheduler} has made.")
             resume = holds_run(self.folder)
             self._hear(meeting, Decision("group", ""))
-            for task, each in meeting.greetings(self.place.tasks).items():
+            for task, each in meeting.greetings().items():
                 meeting.answer(task, Reply(word=each.word, led="group", resume=resume))
         else:
             resume = self._greet(meeting).resume
@@ -95,7 +99,7 @@ class _Task:
 
     def _lead(self, meeting: Meeting) -> int:
         resume = resumes(self.folder)
-        requeued = self.place.scheduler == "SLURM" and self.options.led is None and slurm.may_be_requeued(self.place)
+        requeued = self.place.scheduler == "SLURM" and self.options.led is None and may_be_requeued(self.place)
         decided = plan_early(self.place, self.options.led, may_be_requeued=requeued)
         if decided is None or decided.led == "group":
             decided = self._hear(meeting, decided)
@@ -104,27 +108,22 @@ class _Task:
             return self._lead_group(meeting, resume)
         config = self.options.workers_config(max(1, self.workers), self.resources, self.place.local_tasks)
         args = self.options.host_args(self.folder, config, local=self.workers, address=self._address())
-        return host(with_base(args), lambda invite: meeting.hand_over(invite, self.place.tasks))
+        return host(with_base(args), meeting.hand_over)
 
     def _turn_away(self, meeting: Meeting) -> None:
         """Tell all who wait for an answer that the run is over, so that they need not wait any longer."""
-        others = (self.place.tasks or 1) - 1
-        wait_until(lambda: len(meeting.greetings(self.place.tasks)) >= others, TURNED_AWAY_S)
-        for task, each in meeting.greetings(self.place.tasks).items():
+        for task, each in meeting.wait_for_all(TURNED_AWAY_S).items():
             meeting.answer(task, Reply(word=each.word, led="host", is_over=True))
         time.sleep(1.0)  # they look many times a second, and then the answers go
 
     def _hear(self, meeting: Meeting, decided: Decision | None) -> Decision:
         """Waits for all others, for half as long as they wait for an answer; a group that was asked for needs all."""
-        others = (self.place.tasks or 1) - 1
         patience_s = self.options.patience_s * (0.5 if decided is None else 10)
-        wait_until(lambda: len(meeting.greetings(self.place.tasks)) >= others, patience_s)
-        came = meeting.greetings(self.place.tasks)
+        came = meeting.wait_for_all(patience_s)
         if decided is None:
             nodes = [(self.place.node, self.resources), *((each.node, each.brings) for each in came.values())]
             return plan(self.place, nodes)
-        if len(came) < others:
-            missing = sorted({*range(1, others + 1)} - {*came})
+        if missing := sorted({*range(1, self.place.tasks or 1)} - {*came}):
             raise ConfigError(
                 f"A fixed group was asked for, and tasks {', '.join(map(str, missing))} have not come within"
                 f" {patience_s:.0f} s. Leave out --as group, and those who come late will join."
@@ -132,7 +131,7 @@ class _Task:
         return decided
 
     def _lead_group(self, meeting: Meeting, resume: bool) -> int:
-        came = meeting.greetings(self.place.tasks)
+        came = meeting.greetings()
         world = self.workers + sum(each.workers for each in came.values())
         address, port, first = self._address(), self.options.port or free_port(), self.workers
         for task, each in came.items():
@@ -144,7 +143,7 @@ class _Task:
         return self._launch(Reply(word="", led="group", address=address, port=port, world=world, resume=resume))
 
     def _address(self) -> str:
-        found = slurm.address_of(self.place) if self.place.scheduler == "SLURM" else None
+        found = address_of(self.place) if self.place.scheduler == "SLURM" else None
         return self.options.address or found or self.place.leader or reachable("0.0.0.0")
 
     # The others
@@ -196,7 +195,7 @@ class _Task:
                     reach(self.place.node, invite.host, invite.port, self.options.patience_s)
                 except ConfigError as error:
                     say(f"The first node is lost: {error}")
-                    if slurm.may_be_requeued(self.place) and slurm.requeue(self.place):
+                    if may_be_requeued(self.place) and requeue(self.place):
                         say(f"Job {self.place.job} is requeued, and resumes from what was saved.")
                     for _ in range(2):
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -224,3 +223,44 @@ class _Task:
         )
         lead_gloo_to(reply.address)
         return launch(command, replace(config, count=count), span=span)
+
+
+# What has to be asked of SLURM, by scontrol
+
+
+def address_of(place: JobPlace) -> str | None:
+    """How other nodes reach this one: by its name, or where names are not resolved, by what SLURM itself reaches."""
+    try:
+        socket.getaddrinfo(place.node, None)
+        return place.node
+    except OSError:
+        return _field(_ask("node", place.node), "NodeAddr")
+
+
+def may_be_requeued(place: JobPlace) -> bool:
+    """Whether SLURM may take the nodes away and start the job again. A job without a batch script is never."""
+    said = _ask("job", place.job)
+    return _field(said, "BatchFlag") == "1" and _field(said, "Requeue") == "1"
+
+
+def requeue(place: JobPlace) -> bool:
+    """Whether SLURM takes the job back, to start it again from its beginning."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(["scontrol", "requeue", place.job], check=False, timeout=ASK_S).returncode == 0
+    return False
+
+
+def _ask(kind: str, name: str) -> str:
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", kind, name], capture_output=True, text=True, timeout=ASK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"potluck: scontrol show {kind} {name} gave no answer: {error}", file=sys.stderr, flush=True)
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _field(said: str, name: str) -> str | None:
+    found = re.search(rf"(?<!\S){name}=(\S+)", said)
+    return found[1] if found else None

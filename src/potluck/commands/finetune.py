@@ -1,6 +1,5 @@
 """`potluck finetune`, and `potluck chat` with what it has trained."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ import tyro
 
 from potluck.commands.train import launch_recipe
 from potluck.errors import ConfigError
-from potluck.launch.options import Out, Page, Settings, Track, Workers
-from potluck.train.arguments import TrainArgs, data_setting, track_setting, write_recipe
+from potluck.launch.options import Out, Page, Settings, Track, Workers, option
+from potluck.trackers.known import check_trackers
+from potluck.train.arguments import TrainArgs, as_settings, write_recipe
 from potluck.words import say
 
 
@@ -24,10 +24,8 @@ class Finetune:
     is a recipe: with --write it is only written, for potluck train and potluck host.
     """
 
-    model: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="MODEL", help="A folder that save_pretrained wrote, or an id on the hub."),
-    ]
+    model: Annotated[tyro.conf.Positional[str], option("MODEL")]
+    """A folder that save_pretrained wrote, or an id on the hub."""
     rows: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
         tyro.conf.arg(
@@ -37,22 +35,18 @@ class Finetune:
             help_behavior_hint="(required)",
         ),
     ]
-    task: Annotated[
-        Literal["auto", "write", "classify"],
-        tyro.conf.arg(metavar="TASK", help="write or classify; auto: classify if the rows have a label."),
-    ] = "auto"
-    full: Annotated[bool, tyro.conf.arg(help="Train all of the model, not an adapter.")] = False
-    load: Annotated[
-        Literal["plain", "4bit", "int8"],
-        tyro.conf.arg(metavar="HOW", help="Keep the frozen weights in fewer bits: 4bit or int8."),
-    ] = "plain"
+    task: Annotated[Literal["auto", "write", "classify"], option("TASK")] = "auto"
+    """write or classify; auto: classify if the rows have a label."""
+    full: bool = False
+    """Train all of the model, not an adapter."""
+    load: Annotated[Literal["plain", "4bit", "int8"], option("HOW")] = "plain"
+    """Keep the frozen weights in fewer bits: 4bit or int8."""
     workers: Workers = None
     out: Out = None
-    resume: Annotated[bool, tyro.conf.arg(help="Continue from the newest checkpoint of the run folder.")] = False
-    write: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="FILE.toml", help="Only write the recipe, for potluck train and potluck host."),
-    ] = None
+    resume: bool = False
+    """Continue from the newest checkpoint of the run folder."""
+    write: Annotated[str | None, option("FILE.toml")] = None
+    """Only write the recipe, for potluck train and potluck host."""
     track: Track = field(default_factory=list)
     page: Page = None
     settings: Settings = field(default_factory=list)
@@ -71,11 +65,11 @@ class Finetune:
         given = (self.model, *self.rows)
         model, *rows = [str(Path(each).expanduser().absolute()) if Path(each).exists() else each for each in given]
         named = {"model.hf": model, "model.task": self.task, "model.load": self.load, "name": _run_name(model, rows)}
-        own = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in named.items() if value not in PLAIN]
-        count = () if self.workers is None else (f"workers.count={self.workers}",)
+        own = as_settings({name: value for name, value in named.items() if value not in PLAIN})
+        own += as_settings({"data.paths": rows, "workers.count": self.workers})
         return TrainArgs(
             recipe="finetune-full" if self.full else "finetune",
-            settings=(*own, *data_setting(rows), *count, *self.settings, *track_setting(self.track)),
+            settings=(*own, *self.settings, *as_settings({"fit.track": check_trackers(self.track)})),
             out=self.out,
             resume=self.resume,
         )
@@ -95,11 +89,12 @@ def _run_name(model: str, rows: Sequence[str]) -> str:
 class Chat:
     """Talk to what a run of potluck finetune has trained. Reads lines, and answers as it writes; /quit ends."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="A run's folder.")]
-    temperature: Annotated[
-        float, tyro.conf.arg(metavar="T", help="0: always what is likeliest; 1: as the model has it.")
-    ] = 0.7
-    length: Annotated[int, tyro.conf.arg(metavar="N", help="The most tokens of an answer.")] = 512
+    run: Annotated[tyro.conf.Positional[str], option("RUN")]
+    """A run's folder."""
+    temperature: Annotated[float, option("T")] = 0.7
+    """0: always what is likeliest; 1: as the model has it."""
+    length: Annotated[int, option("N")] = 512
+    """The most tokens of an answer."""
 
     def __call__(self) -> int:
         from potluck.finetune.chat import chat

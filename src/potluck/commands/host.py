@@ -1,13 +1,17 @@
-"""`potluck host`, and `potluck invite`, which makes its invite before it is started."""
+"""`potluck host`, `potluck invite`, which makes its invite before it is started, and `potluck up`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from potluck.cluster.options import UpOptions
+from potluck.config import checked
+from potluck.environment import check_patience
 from potluck.errors import ConfigError
-from potluck.launch.host_options import HostOptions, host_args
+from potluck.launch.options import HostOptions, host_args
+from potluck.train.arguments import as_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +62,22 @@ class MakeInvite:
             f"Workers need the file {folder / 'invite'} alone. Whoever has the rest can pose as the host."
         )
         return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Up(UpOptions):
+    """Train on all nodes that a scheduler has given: SLURM, Ray, MPI or torchrun, found by what they say of themselves.
+
+    One command on every node, as in `srun potluck up RECIPE`. Nodes that are alike become a fixed group; otherwise the
+    first is a host that the others join. A run that the run folder holds resumes. After a script's name, everything
+    is passed to it.
+    """
+
+    def __call__(self, *arguments: str) -> int:
+        from potluck.cluster.running import up
+
+        checked(lambda: check_patience("--patience", self.patience_s))
+        if (self.workers is not None and self.workers < 1) or not 0 <= self.port < 1 << 16:
+            raise ConfigError("--workers is at least 1, and --port below 65,536.")
+        settings = [*self.settings, *as_settings({"data.paths": self.data})]
+        return up(replace(self, arguments=arguments, settings=settings))

@@ -1,12 +1,12 @@
 """`potluck join`; and `potluck pause` and `potluck resume`, by which an owner has the machine back."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from potluck.launch.options import Count, Ranks, Threads, workers_config
-from potluck.train.arguments import base_setting, data_setting
+from potluck.launch.options import Count, Ranks, Repeated, Threads, option, workers_config
+from potluck.train.arguments import as_settings
 
 
 @dataclass
@@ -16,65 +16,38 @@ class Join:
     Without a script, what is trained comes from the host as a recipe, never as code. Options come before the invite.
     """
 
-    invite: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(
-            metavar="INVITE [SCRIPT [ARGUMENTS ...]]", help="The line; or a file that holds it; or - to read it."
-        ),
-    ]
-    data: Annotated[
-        tyro.conf.UseAppendAction[list[str]],
-        tyro.conf.arg(
-            metavar="PATH",
-            help="Where this machine has the text. Nothing else of yours is read. May be repeated.",
-            help_behavior_hint="(default: you are asked, if the host's recipe names files)",
-        ),
-    ] = field(default_factory=list)
-    base: Annotated[
-        str | None,
-        tyro.conf.arg(
-            metavar="FOLDER",
-            help="Where this machine has the model that is fine-tuned.",
-            help_behavior_hint="(default: the Hugging Face cache)",
-        ),
-    ] = None
-    fetch_base: Annotated[bool, tyro.conf.arg(help="Ask the host for the model that is fine-tuned, once.")] = False
-    watch: Annotated[
-        str,
-        tyro.conf.arg(
-            metavar="off|auto|aws|gcp|azure",
-            help="Ask this machine's cloud whether it takes the machine back, and leave politely when it does.",
-        ),
-    ] = "off"
-    hours: Annotated[
-        str | None,
-        tyro.conf.arg(
-            metavar="22:00-07:00,Sat",
-            help="Work only then: ranges of local time, and whole days.",
-            help_behavior_hint="(default: always)",
-        ),
-    ] = None
-    yields: Annotated[
-        bool,
-        tyro.conf.arg(name="yield", help="Stay away while others use the card, or the processor if there is none."),
-    ] = False
+    invite: Annotated[tyro.conf.Positional[str], option("INVITE [SCRIPT [ARGUMENTS ...]]")]
+    """The line; or a file that holds it; or - to read it."""
+    data: Annotated[Repeated, option("PATH", default="you are asked, if the host's recipe names files")] = field(
+        default_factory=list
+    )
+    """Where this machine has the text. Nothing else of yours is read. May be repeated."""
+    base: Annotated[str | None, option("FOLDER", default="the Hugging Face cache")] = None
+    """Where this machine has the model that is fine-tuned."""
+    fetch_base: bool = False
+    """Ask the host for the model that is fine-tuned, once."""
+    watch: Annotated[Literal["off", "auto", "aws", "gcp", "azure"], option("off|auto|aws|gcp|azure")] = "off"
+    """Ask this machine's cloud whether it takes the machine back, and leave politely when it does."""
+    hours: Annotated[str | None, option("22:00-07:00,Sat", default="always")] = None
+    """Work only then: ranges of local time, and whole days."""
+    yields: Annotated[bool, tyro.conf.arg(name="yield")] = False
+    """Stay away while others use the card, or the processor if there is none."""
     workers: Count = 1
     threads: Threads = None
     ranks: Ranks = None
 
     def __call__(self, *arguments: str) -> int:
-        from potluck.launch.join import join
-        from potluck.launch.join_session import JoinTerms
+        from potluck.launch.absence import Hours
+        from potluck.launch.join import JoinTerms, join
 
         config = workers_config(self.workers, self.threads, self.ranks)
-        settings = (*data_setting(self.data), *base_setting(self.base))
-        terms = JoinTerms.of(self.watch, self.hours, yields=self.yields)
+        settings = as_settings({"data.paths": self.data, "model.hf": self.base})
+        terms = JoinTerms(self.watch, Hours.parse(self.hours) if self.hours is not None else None, self.yields)
         return join(self.invite, list(arguments), config, settings, terms, fetches_base=self.fetch_base)
 
 
 Name = Annotated[
-    tyro.conf.Positional[str | None],
-    tyro.conf.arg(metavar="[NAME]", help="Which worker, if several of yours are here; or all."),
+    tyro.conf.Positional[str | None], option("[NAME]", "Which worker, if several of yours are here; or all.")
 ]
 
 
@@ -86,15 +59,8 @@ class Pause:
     """
 
     name: Name = None
-    length: Annotated[
-        str | None,
-        tyro.conf.arg(
-            name="for",
-            metavar="1h",
-            help="It comes back by itself after this long.",
-            help_behavior_hint="(default: when you say potluck resume)",
-        ),
-    ] = None
+    length: Annotated[str | None, option("1h", default="when you say potluck resume", name="for")] = None
+    """It comes back by itself after this long."""
 
     def __call__(self) -> int:
         from potluck.launch.control import pause

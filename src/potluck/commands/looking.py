@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from potluck.errors import ConfigError
-from potluck.launch.options import Page
+from potluck.launch.options import Page, option
 from potluck.words import duration
 
 
@@ -19,10 +19,8 @@ class WatchRun:
     It only shows. Whoever watches takes no part in the run, and does not slow it.
     """
 
-    what: Annotated[
-        tyro.conf.Positional[str],
-        tyro.conf.arg(metavar="RUN|INVITE", help="A run folder; or the line that `potluck host` printed, or its file."),
-    ]
+    what: Annotated[tyro.conf.Positional[str], option("RUN|INVITE")]
+    """A run folder; or the line that `potluck host` printed, or its file."""
     page: Page = None
 
     def __call__(self) -> int:
@@ -39,10 +37,8 @@ class Why:
     of a run, or kill -QUIT to one of its processes, says the same there.
     """
 
-    run: Annotated[
-        tyro.conf.Positional[str | None],
-        tyro.conf.arg(metavar="[RUN]", help="A run folder.", help_behavior_hint="(default: all of yours here)"),
-    ] = None
+    run: Annotated[tyro.conf.Positional[str | None], option("[RUN]", default="all of yours here")] = None
+    """A run folder."""
 
     def __call__(self) -> int:
         from potluck.launch.why import why
@@ -57,7 +53,7 @@ class ReplayRun:
     Nothing is trained and nobody is asked. It ends with code 1 where a decision differs from the recorded one.
     """
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="The run folder of a host.")]
+    run: Annotated[tyro.conf.Positional[str], option("RUN", "The run folder of a host.")]
 
     def __call__(self) -> int:
         from potluck.fleet.flight import FLIGHT, VERSION

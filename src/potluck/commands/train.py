@@ -24,7 +24,8 @@ from potluck.launch.options import (
 from potluck.launch.processes import launch
 from potluck.page.start import page_of_training
 from potluck.page.where import page_address
-from potluck.train.arguments import TrainArgs, built_in_recipes, data_setting, track_setting, workers_of
+from potluck.trackers.known import check_trackers
+from potluck.train.arguments import TrainArgs, as_settings, built_in_recipes, workers_of
 
 
 @dataclass
@@ -45,8 +46,8 @@ class Train:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
-        workers = () if self.workers is None else (f"workers.count={self.workers}",)
-        settings = (*self.settings, *data_setting(self.data), *track_setting(self.track), *workers)
+        given = {"data.paths": self.data, "fit.track": check_trackers(self.track), "workers.count": self.workers}
+        settings = (*self.settings, *as_settings(given))
         args = TrainArgs(recipe=self.recipe, settings=settings, out=self.out, resume=self.resume)
         return launch_recipe(args, self.only, self.page)
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from potluck.agree.records import Position
 from potluck.agree.terms import Fingerprint
 from potluck.agree.turns import Turns
-from potluck.data.fetching import Fetcher, Request
 from potluck.data.order import EMPTY
 from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, plan_step
-from potluck.data.rows import Batches, arrived, is_plain, mix, seed_everything
+from potluck.data.rows import Batches, Fetcher, Request, arrived, is_plain, mix, seed_everything
 from potluck.data.source import AskedData, Collate, source_of
 from potluck.data.stream import StreamRows
 from potluck.errors import ConfigError
@@ -83,7 +82,7 @@ class Loader:
         self._ordered: tuple[tuple[int, int, tuple[tuple[int, int], ...]], Tensor] | None = None
         self._aside: Fetcher | None = None
         """For what nobody expected, if rows can be read only in processes that were prepared for it."""
-        if batch.fetchers and source.fetching.on_start is not None:
+        if batch.fetchers and source.fetching.worker_init_fn is not None:
             self._aside = Fetcher(self._batches, 1, source.fetching, device)
         self.turns = Turns()
         """Each batch is given once for each of them; the one that steps says whose it is."""
@@ -181,7 +180,7 @@ class Loader:
         self._fetched, self._ahead = iter(()), None
         self._coming.clear()
         self._thread = ()
-        if not self.fetching.persistent:  # they would live for as long as we do
+        if not self.fetching.persistent_workers:  # they would live for as long as we do
             self._fetcher.close()
             if self._aside is not None:
                 self._aside.close()

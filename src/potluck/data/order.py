@@ -7,7 +7,7 @@ place is up to the order alone. It is the same on every worker, and after a rest
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,36 +24,32 @@ KEPT = 2
 """Epochs whose order is remembered."""
 
 
-class Order(Protocol):
-    @property
-    def rows(self) -> int:
-        """How many places an epoch has."""
-
-    @property
-    def has_gaps(self) -> bool:
-        """Whether some places are empty."""
-
-    @property
-    def counted(self) -> str:
-        """Return the word for the places, where they are not the samples of the dataset, each at one place."""
+class Order:
+    rows: int
+    """How many places an epoch has."""
+    has_gaps: bool = False
+    """Whether some places are empty."""
+    counted: str = ""
+    """The word for the places, where they are not the samples of the dataset, each at one place."""
 
     def of(self, epoch: int, seed: int) -> Tensor:
         """The row at each place, or EMPTY."""
+        raise NotImplementedError
 
     def begin(self, epoch: int) -> None:
         """An epoch is about to be read."""
 
     def tell(self, seed: int) -> str:
         """Tell in which order rows come: for a person, and for other workers to compare."""
+        raise NotImplementedError
 
     def digest(self, epoch: int, seed: int) -> str:
         """Return the digest of one epoch's order; empty where the seed determines it."""
+        return ""
 
 
-class Shuffled:
+class Shuffled(Order):
     """Gives each row once, in another shuffled order for each epoch."""
-
-    has_gaps, counted = False, ""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -61,17 +57,11 @@ class Shuffled:
     def of(self, epoch: int, seed: int) -> Tensor:
         return torch.randperm(self.rows, generator=torch.Generator().manual_seed(mix(seed, epoch)))
 
-    def begin(self, epoch: int) -> None:
-        pass
-
     def tell(self, seed: int) -> str:
         return f"shuffled by seed {seed}"
 
-    def digest(self, epoch: int, seed: int) -> str:
-        return ""
 
-
-class SamplerOrder:
+class SamplerOrder(Order):
     """The order that a DataLoader's own sampler gives, as one process that iterates over the DataLoader would see it.
 
     Generators that the loader and its samplers hold are replayed from where they stood at first, and left as they are.
@@ -95,7 +85,6 @@ class SamplerOrder:
         self.has_gaps = any(size != self.batch for size in sizes[:-1])
         first = self._kept[0, seed] = self._laid_out(rows, sizes)
         self.rows = len(first)
-        self.counted = ""
         if self.has_gaps or len(torch.unique(first)) < self.rows:
             self.counted = "places in the sampler's order"
 

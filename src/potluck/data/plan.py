@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from potluck.agree.shares import share_out, without_singles
 from potluck.fleet.tree import slice_rows
-from potluck.words import check_at_most
+from potluck.words import check_at_least, check_at_most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,12 +24,8 @@ class BatchConfig:
     More of them share out more finely among workers of mixed speeds, and each is computed by itself."""
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, not {self.size}")
-        if self.micro_size is not None and self.micro_size < 1:
-            raise ValueError(f"micro_size must be at least 1, not {self.micro_size}")
-        if self.fetchers < 0:
-            raise ValueError(f"fetchers must be at least 0, not {self.fetchers}")
+        check_at_least(1, size=self.size, micro_size=self.micro_size)
+        check_at_least(0, fetchers=self.fetchers)
         check_at_most("size", self.size, 1 << 31, "it is the rows of one step, such as 32")
         check_at_most("fetchers", self.fetchers, 1 << 10, "each is a process, and a few keep a model busy")
         if self.slices is not None and not 1 <= self.slices <= 1 << 16:

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Subset, default_collate
 
-from potluck.data.fetching import FetchOptions
 from potluck.data.order import EMPTY, Order, SamplerOrder, Shuffled
-from potluck.data.rows import as_dataset
+from potluck.data.rows import FetchOptions, as_dataset
 from potluck.data.stream import StreamOrder, StreamRows, is_stream, length_of
 from potluck.errors import ConfigError
 

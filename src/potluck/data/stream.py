@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from potluck.agree.terms import Fingerprint, Mark, differs
 from potluck.data.content import mark_of
+from potluck.data.order import Order
 from potluck.data.rows import mix, random_numbers_kept, seed_everything
 from potluck.errors import ConfigError
 from potluck.words import plural
@@ -262,10 +263,10 @@ class StreamRows(Dataset[Any]):
         return {"origin": "", "marks": marks} if marks else {}
 
 
-class StreamOrder:
+class StreamOrder(Order):
     """The stream's own."""
 
-    has_gaps, counted = False, "places of the stream"
+    counted = "places of the stream"
 
     def __init__(self, stream: Any, rows: int) -> None:
         self.rows = rows
@@ -274,14 +275,8 @@ class StreamOrder:
     def of(self, epoch: int, seed: int) -> Tensor:
         return torch.arange(epoch * self.rows, (epoch + 1) * self.rows)
 
-    def begin(self, epoch: int) -> None:
-        pass
-
     def tell(self, seed: int) -> str:
         return f"in the order of the stream {self._name}"
-
-    def digest(self, epoch: int, seed: int) -> str:
-        return ""
 
 
 @dataclass(slots=True)

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from potluck.agree.records import Range, Report
-from potluck.agree.step_report import StepDecision
+from potluck.agree.step_report import StepDecision, decide_sum
 from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
 from potluck.data.rows import mix
 from potluck.devices import synchronize
 from potluck.engine.figures import WindowFigures
-from potluck.engine.local_steps import backward, end_batch, step_alone
 from potluck.engine.replica import Replica
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan
 from potluck.engine.window_delta import WindowDelta
 from potluck.events import StepSkipped
@@ -49,7 +48,7 @@ class WindowSide:
 class StepAlone:
     ends_each = False
 
-    def __init__(self, run: RunState, replica: Replica, delta: WindowDelta, side: WindowSide) -> None:
+    def __init__(self, run: RunParts, replica: Replica, delta: WindowDelta, side: WindowSide) -> None:
         assert run.composition.window is not None
         self._run = run
         self._replica = replica
@@ -79,7 +78,7 @@ class StepAlone:
         self.figures.begin()
         if run.scheduled is not None:
             run.scheduled.begin_window()
-        run.forget_round()  # a window that was left in the middle may have left a batch in the middle of its turns
+        run.step.begin_again()  # a window that was left in the middle may have left a batch in the middle of its turns
         self.started = time.perf_counter()
 
     def next(self) -> Give | None:
@@ -110,15 +109,15 @@ class StepAlone:
 
     def backward(self, micro: MicroBatch | None, loss: Tensor, samples: float, last: bool | None) -> None:
         assert micro is not None
-        backward(self._run, micro, loss, samples, micro.last if last is None else last and micro.last)
+        self._run.step.backward(micro, loss, samples, micro.last if last is None else last and micro.last)
 
     def is_ready(self, micro: MicroBatch | None) -> bool:
-        return self._run.tally.is_last
+        return self._run.step.tally.is_last
 
     def end(self, micro: MicroBatch | None) -> StepSkipped | None:
         """Steps this replica's optimizer once its batch is done."""
         run, side, plan, before = self._run, self._side, self._plan, self.window
-        if not run.tally.is_last:
+        if not run.step.tally.is_last:
             return None
         assert plan is not None
         side.on_batch(int(before.batches))
@@ -127,16 +126,14 @@ class StepAlone:
         # All ranks of this replica step as one, and stop as one: the first decides.
         within = side.within
         is_over = is_last and within.world > 1 and within.rank == 0 and side.sees_end(self, before.batches + 1, rows)
-        done, own_samples, decision = end_batch(run, within, is_over=is_over)
+        done, own_samples, decision = self._end_batch(is_over=is_over)
         self.figures.add(done)
         self._note(done, is_last=is_last, is_good=decision.fault is None)
         # As if all replicas were as far in the window as this one.
         done_share = round(plan.rows * min(plan.part, rows) / plan.part) if plan.part else plan.rows
-        by_now = run.rows_seen + plan.row - run.at.row + done_share
-        skipped = step_alone(run, decision, own_samples, by_now, side.name(), stretch=plan.stretch)
-        if decision.fault is None:
-            self._norm = decision.norm
-        run.next_turn()
+        by_now = run.progress.rows_seen + plan.row - run.progress.at.row + done_share
+        skipped = self._step(decision, own_samples, by_now, stretch=plan.stretch)
+        run.step.end_turn()
         if is_last:
             self._batches.pop(0)
             self._micros = []
@@ -147,6 +144,61 @@ class StepAlone:
             if self._batches and is_over:
                 self.stopped = end
             self._is_over = is_over or not self._batches
+        return skipped
+
+    def _end_batch(self, *, is_over: bool) -> tuple[Report, float, StepDecision]:
+        """Return what the ranks of this replica did together in the batch; over which samples this rank's gradient is;
+        and whether it is applied."""
+        run, replica, tally, within = self._run, self._replica, self._run.step.tally, self._side.within
+        replica.unseal()
+        if within.world == 1:
+            _, norm, loss_sum = replica.reduce(tally.loss_sum)
+            if replica.has_unused:
+                replica.drop_unused()
+            done = Report(samples=tally.samples, loss_sum=loss_sum, rows=tally.rows, is_over=is_over)
+            own = tally.samples
+        else:
+            replica.start_sums()
+            mine = Report(
+                samples=tally.samples,
+                loss_sum=tally.loss_sum.item(),
+                rows=tally.rows,
+                has_unused=replica.has_unused,
+                is_over=is_over,
+            )
+            gathering = within.start_gather(mine.to_row())
+            _, norm, _ = replica.reduce(tally.loss_sum)
+            every = [Report.from_row(row) for row in gathering.wait()]
+            if any(each.has_unused for each in every):
+                replica.drop_unused()
+            own = run.grid.own(every).samples
+            samples, loss_sum, rows = (sum(column) for column in zip(*(each[:3] for each in every), strict=True))
+            done = Report(samples=samples, loss_sum=loss_sum, rows=rows, is_over=every[0].is_over)
+        fault = None if math.isfinite(done.loss_sum) else "the loss is not finite"
+        loss = done.loss_sum / done.samples if done.samples else math.nan
+        decision = decide_sum(done.samples, loss, norm, run.step.samples_per_gradient, run.config.clip, fault)
+        run.step.scale.learn(done.samples, done.rows)
+        return done, own, decision
+
+    def _step(self, decision: StepDecision, own_samples: float, rows: int, *, stretch: float) -> StepSkipped | None:
+        """This replica's step by itself: applied, or skipped and told. `rows`: of all workers, as if all were as far.
+
+        `stretch`: by how much it is longer than the schedule says, as far as Rates.stretched() lets it.
+        """
+        run, replica, skipped = self._run, self._replica, None
+        if decision.fault is None:
+            run.step.is_good()
+            run.rates.set(rows)
+            with run.rates.stretched(stretch):
+                replica.apply(decision.scale)
+            replica.average_buffers(own_samples / decision.samples)
+            self._norm = decision.norm
+        else:
+            where = f"on {self._side.name()}, "
+            skipped = run.step.skip(decision, step=run.progress.step_number + 1, where=where)
+            replica.restore_buffers()
+            run.tell(skipped)
+        run.step.begin()
         return skipped
 
     def _note(self, done: Report, *, is_last: bool, is_good: bool) -> None:
@@ -169,6 +221,10 @@ class StepAlone:
         """How long this replica has computed, once what it was given is done."""
         synchronize(self._run.device)
         return time.perf_counter() - self.started
+
+    @property
+    def drift(self) -> float:
+        return self.delta.drift
 
     @property
     def mean_loss(self) -> float:

@@ -88,7 +88,66 @@ class GradBucket:
         self.arrived = [False] * len(self.parameters)
 
 
-class GradBuckets:
+class BucketQueue:
+    """Buckets that the backward fills, each of which is handed on as soon as it is whole.
+
+    Always in the order of the list: ranks that summed in different orders would add up the wrong tensors.
+    """
+
+    def __init__(self, buckets: list[GradBucket], names: dict[int, str], hand_on: Callable[[GradBucket], None]) -> None:
+        """`names`: of the parameters, by their ids."""
+        self.buckets, self.names, self._hand_on = buckets, names, hand_on
+        self.is_idle = False
+        """Whether backwards are none of ours now."""
+        self._communicate = False
+        self._handed_on = 0
+        self._hooks: list[RemovableHandle] = []
+        for bucket in buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                hook = self._hook(bucket, index)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def arm(self, *, communicate: bool) -> None:
+        """Before each backward. Only the last one moves gradients on."""
+        self._communicate = communicate
+
+    def start_rest(self) -> None:
+        """After the last backward: hands on the buckets that it has not filled."""
+        while self._handed_on < len(self.buckets):
+            self._hand_on_next()
+
+    def reset(self) -> None:
+        """The next backward brings fresh gradients."""
+        self._handed_on, self._communicate = 0, False
+        for bucket in self.buckets:
+            bucket.reset()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Gradients are the parameters' own again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, bucket: GradBucket, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(parameter: Tensor) -> None:
+            if self.is_idle:
+                return
+            bucket.on_gradient(index, self.names[id(parameter)], is_last=self._communicate)
+            if self._communicate:
+                while self._handed_on < len(self.buckets) and not self.buckets[self._handed_on].missing:
+                    self._hand_on_next()
+
+        return on_gradient
+
+    def _hand_on_next(self) -> None:
+        bucket = self.buckets[self._handed_on]
+        self._handed_on += 1
+        bucket.complete()
+        self._hand_on(bucket)
+
+
+class GradBuckets(BucketQueue):
     """The gradients of one model. For each step: arm, backward (many times), start_rest, finish."""
 
     def __init__(
@@ -100,34 +159,20 @@ class GradBuckets:
         is_fine: bool = False,
     ) -> None:
         """`is_fine`: buckets are small."""
-        self._start_sum = start_sum
-        self._communicate = False
         self._pending: list[Pending] = []
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         # The backward reaches the last layers first, so the buckets start from the end.
         units = list(reversed(find_units(model, blocks)))
         total_bytes = sum(parameter.nbytes for unit in units for parameter in unit)
         limit_bytes = min(BUCKET_BYTES, max(FIRST_BYTES, total_bytes // FINE_PARTS)) if is_fine else BUCKET_BYTES
-        self.buckets = [GradBucket(group) for group in group_units(units, limit_bytes)]
-        self._hooks: list[RemovableHandle] = []
-        for bucket in self.buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                hook = self._hook(bucket, index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        super().__init__(
+            [GradBucket(group) for group in group_units(units, limit_bytes)],
+            {id(parameter): name for name, parameter in model.named_parameters()},
+            lambda bucket: self._pending.append(start_sum(bucket.flat)),
+        )
 
     @property
     def flats(self) -> list[Tensor]:
         return [bucket.flat for bucket in self.buckets]
-
-    def arm(self, *, communicate: bool) -> None:
-        """Before each backward. Only the step's last one communicates."""
-        self._communicate = communicate
-
-    def start_rest(self) -> None:
-        """After the step's last backward: starts the sums that it has not."""
-        for bucket in self.buckets[len(self._pending) :]:
-            bucket.complete()
-            self._pending.append(self._start_sum(bucket.flat))
 
     def finish(self) -> float:
         """Waits for all sums. Returns the seconds spent waiting."""
@@ -154,34 +199,9 @@ class GradBuckets:
                 parameter.grad = None
 
     def reset(self) -> None:
-        """After the optimizer's step. The next backward brings fresh gradients."""
+        """After the optimizer's step."""
+        super().reset()
         self._pending.clear()
-        self._communicate = False
-        for bucket in self.buckets:
-            bucket.reset()
-            for parameter in bucket.parameters:
-                parameter.grad = None
-
-    def _hook(self, bucket: GradBucket, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(parameter: Tensor) -> None:
-            bucket.on_gradient(index, self.names[id(parameter)], is_last=self._communicate)
-            if self._communicate:
-                self._start_full_buckets()
-
-        return on_gradient
-
-    def close(self) -> None:
-        """Gradients are the parameters' own again."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _start_full_buckets(self) -> None:
-        # Always in the order of the list: ranks that summed in different orders would add up the wrong tensors.
-        while len(self._pending) < len(self.buckets):
-            bucket = self.buckets[len(self._pending)]
-            if bucket.missing:
-                return
-            self._pending.append(self._start_sum(bucket.flat))
 
 
 def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:

@@ -15,15 +15,15 @@ from potluck.agree.terms import differing_data
 from potluck.data.loader import Loader
 from potluck.errors import CheckpointError, ConfigError
 from potluck.patches import replace_attribute
-from potluck.save.saves import TENSORS, KeptTensors, Standing, saved_part
+from potluck.save.parts import is_in_parts, saved_part
+from potluck.save.saves import TENSORS, KeptTensors, Standing
 from potluck.save.state import Tensors, tensors_json, tensors_of_json
-from potluck.save.whole_state import is_in_parts
 from potluck.sharding.sharded import Sharded
 from potluck.words import plural
 
 if TYPE_CHECKING:
     from potluck.engine.replica import Replica
-    from potluck.engine.run_state import RunState
+    from potluck.engine.run_parts import RunParts
 
 Save = Callable[[KeptTensors], Any]
 """Gives what JSON can hold, and puts tensors into the dictionary; None: this checkpoint has nothing under the name."""
@@ -57,11 +57,11 @@ class Kept:
                 raise CheckpointError(f"What the checkpoint keeps as {name!r} is damaged: {error!r}.") from error
 
 
-def take_position(run: "RunState") -> tuple[Standing, KeptTensors]:
+def take_position(run: "RunParts") -> tuple[Standing, KeptTensors]:
     """Where the run stands and what is kept beside the model, and the tensors among that."""
     tensors: KeptTensors = {}
     loader = run.loader
-    position = run.at
+    position = run.progress.at
     saved = position.to_dict() | {
         "rows_in_epoch": loader.rows if loader is not None else 0,
         "seed": loader.seed if loader is not None else 0,
@@ -74,12 +74,12 @@ def take_position(run: "RunState") -> tuple[Standing, KeptTensors]:
     return saved | run.kept.save(tensors), tensors
 
 
-def position_as_json(run: "RunState") -> Standing:
+def position_as_json(run: "RunParts") -> Standing:
     standing, tensors = take_position(run)
     return standing | {TENSORS: tensors_json(tensors)}
 
 
-def check_position(run: "RunState", path: Path, standing: Standing) -> None:
+def check_position(run: "RunParts", path: Path, standing: Standing) -> None:
     """Checks a saved position before anything is loaded."""
     if run.scheduled is not None:
         run.scheduled.check(standing.get("scheduler"), str(path))
@@ -98,20 +98,20 @@ def check_position(run: "RunState", path: Path, standing: Standing) -> None:
             )
 
 
-def restore_position(run: "RunState", standing: Standing) -> None:
+def restore_position(run: "RunParts", standing: Standing) -> None:
     """Moves the run to a saved position."""
     position = Position.from_dict(standing)
-    run.seek(position if run.loader is not None else replace(position, epoch=0, row=0, left=()))
+    run.progress.seek(position if run.loader is not None else replace(position, epoch=0, row=0, left=()))
     if run.loader is not None:
         _tell_of_changes(run, standing, run.loader)
         run.loader.restore(standing["seed"], standing.get("stream", []))
     run.kept.load(standing)
     run.state.tell_loaded()
     # What was trained before the checkpoint is rank 0's to tell, since those workers may be gone.
-    run.begin_ledger([(0, standing["row"])] if run.link.rank == 0 else [])
+    run.progress.begin_ledger([(0, standing["row"])] if run.link.rank == 0 else [])
 
 
-def _tell_of_changes(run: "RunState", standing: Standing, loader: Loader) -> None:
+def _tell_of_changes(run: "RunParts", standing: Standing, loader: Loader) -> None:
     """Say what is not as it was when this was saved: that is allowed. Older checkpoints do not know all of it."""
     step, changes = standing["step"], []
     where = differing_data(standing.get("data", {}), run.data or {}, ("the checkpoint's", "yours"))
@@ -237,7 +237,7 @@ class _LoadWhole(_Shadow):
 
 
 def shadow_saving(
-    run: "RunState", plain_model: nn.Module, gather: Callable[[], dict[str, Any]], rank: Callable[[], int]
+    run: "RunParts", plain_model: nn.Module, gather: Callable[[], dict[str, Any]], rank: Callable[[], int]
 ) -> None:
     """`plain_model`: the model as prepare() got it; of one that is cut, prepare() gives another back."""
     replica = run.prepared()

@@ -43,10 +43,8 @@ from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import make_replica, over_group
 from potluck.engine.eval_weights import LookingWeights, WeightAverage
 from potluck.engine.evaluate import LossFunction
-from potluck.engine.fingerprint import training_settings
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.handle import Handle
-from potluck.engine.local_steps import train
 from potluck.engine.precision import StepConfig, keep_masters
 from potluck.engine.prepare import (
     Given,
@@ -54,11 +52,12 @@ from potluck.engine.prepare import (
     check_model,
     check_no_writes,
     find_batch_norm,
+    training_settings,
     warn_of_single_rows,
 )
 from potluck.engine.replica import Replica
 from potluck.engine.round import Round
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.table import Table
 from potluck.errors import ConfigError, Interrupted
@@ -85,7 +84,7 @@ class Engine(Handle):
         strategy: ShardingStrategy = NoShard(),
         step: StepConfig = StepConfig(),
         wanted: Wanted | None = None,
-        table: Callable[[RunState], Table] = over_group,
+        table: Callable[[RunParts], Table] = over_group,
     ) -> None:
         """`wanted`: what was asked for, if that is more than a policy and a strategy. `table`: where workers
         meet."""
@@ -100,7 +99,7 @@ class Engine(Handle):
             on_gpu=self.device.type == "cuda",
         )
         wanted = settled(wanted)
-        self.run = RunState(self.link, self.device, step, wanted, compose(wanted))
+        self.run = RunParts(self.link, self.device, step, wanted, compose(wanted))
         self.table = table(self.run)
         self.round = Round(self.run, self.table)
         self._compiling: Compiling | None = None
@@ -200,7 +199,7 @@ class Engine(Handle):
             self._settle_wire(model)
             run.base = agree_on_base(run.link, find_base(model), run.notice)
         wire = run.composition.wire if run.wanted.has_host else run.wanted.wire
-        run.caller.training = training_settings(optimizer, run.config.clip, wire) | run.caller.training
+        run.loop.training = training_settings(optimizer, run.config.clip, wire) | run.loop.training
         self._schedule_by(inputs.scheduled)
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
         replica = run.replica = make_replica(run, self.table.nodes, model, optimizer, source, loss)
@@ -227,7 +226,7 @@ class Engine(Handle):
             run.kept.add(
                 "scheduler",
                 scheduled.save,
-                lambda saved, tensors: scheduled.load(saved, tensors, run.whole_steps),
+                lambda saved, tensors: scheduled.load(saved, tensors, run.progress.whole_steps),
             )
 
     def _settle_wire(self, model: nn.Module) -> None:
@@ -256,20 +255,20 @@ class Engine(Handle):
         if batch.slices is not None and not run.wanted.has_host:
             run.notice("batch.slices has no effect here: it cuts the batches that a host hands out.")
         # A power of two, so that it changes no digit of any gradient; it only keeps sums in the range of means.
-        run.unit = 2.0 ** -round(math.log2(batch.size))
-        run.scale.learn(run.caller.samples_per_row, 1.0)
+        run.step.unit = 2.0 ** -round(math.log2(batch.size))
+        run.step.scale.learn(run.loop.samples_per_row, 1.0)
         loader = run.loader = self.table.make_loader(source, batch, seed)
         loader.turns = run.turns
-        loader.follow_run(lambda: run.at, run.seek)
+        loader.follow_run(lambda: run.progress.at, run.progress.seek)
         if run.config.compile and not (self.table.has_fixed_shares and loader.is_even):
             expect_any_rows(replica.model)
         if run.batch_norm is not None:
             warn_of_single_rows(run.batch_norm, loader, run.grid.pipelines, run.notice)
         loader.on_epoch_end = self.table.end_of_epoch
-        loader.on_stand_in = lambda: run.stand_in.enter_context(replica.buffers_kept())
+        loader.on_stand_in = lambda: run.step.stand_in.enter_context(replica.buffers_kept())
         loader.plan = self.round.micro_batches
         loader.seeds_of = lambda micro: self.round.works.now.seeds_of(loader.seed, micro)
-        run.start_of_step()
+        run.step.begin()
         if run.keeper is not None:
             run.keeper.begin(replica)  # type: ignore[arg-type]
         return loader
@@ -295,14 +294,14 @@ class Engine(Handle):
             raise ConfigError("epochs() counts passes over the dataset: give prepare() one, and a batch_size.")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ConfigError(f"epochs() takes how many the run has, a whole number of at least 1, not {count!r}.")
-        run.caller.rows_limit = count * run.loader.rows
-        run.caller.about |= {"steps_total": count * run.loader.steps_of_epoch * run.turns.count}
+        run.loop.rows_limit = count * run.loader.rows
+        run.loop.about |= {"steps_total": count * run.loader.steps_of_epoch * run.turns.count}
         return self._care_for(count, Path(folder) if folder is not None else None)
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
         with on_interrupt(self.request_stop):
             yield from self.passes(count, partial(self.table.end_well, folder))
-            if self.run.position.epoch < count:
+            if self.run.progress.position.epoch < count:
                 self.table.end_early(folder)
             self.table.end_well(folder)
 
@@ -311,19 +310,19 @@ class Engine(Handle):
         if it can, what is done before an epoch that cannot be."""
         run, loader = self.run, self.run.loader
         assert loader is not None
-        run.caller.counts_epochs = True
+        run.loop.counts_epochs = True
         self.table.begin_run(count)
-        if not run.tally.samples:
-            run.tally.started = time.perf_counter()  # what came before the loop is no part of its first step
+        if not run.step.tally.samples:
+            run.step.tally.started = time.perf_counter()  # what came before the loop is no part of its first step
         while True:
             if loader.position.row >= loader.rows:
                 loader.end_epoch()
-            if run.stopping or loader.position.epoch >= count:
+            if run.progress.stopping or loader.position.epoch >= count:
                 return
             loader.check_epoch(keep)
-            before = run.step_number, loader.position.epoch, loader.given
+            before = run.progress.moves, loader.given
             yield loader.position.epoch
-            if before == (run.step_number, run.position.epoch, loader.given) and not run.stopping:
+            if before == (run.progress.moves, loader.given) and not run.progress.stopping:
                 raise ConfigError(
                     "An epoch of fleet.epochs() has passed without a step. Iterate over the loader in each of them, and"
                     " call backward() and step() for every batch."
@@ -334,7 +333,7 @@ class Engine(Handle):
 
         Then step(). `loss_of(model, batch)` gives the mean loss over the batch's rows, or (mean, samples).
         """
-        found = train(self.run, loss_of, batch)
+        found = self.run.step.train(loss_of, batch)
         if found is not None:
             self.round.backward(*found, last=None)
 
@@ -436,7 +435,7 @@ class Engine(Handle):
                 " is somewhere else. Call them once fleet.step() has ended one, in fleet.after_step or"
                 " fleet.after_agreement, or after an epoch."
             )
-        with self.run.link.within(call, self.run.step_number):
+        with self.run.link.within(call, self.run.progress.step_number):
             return self.table.exchange(data)
 
     def save(self, folder: str | Path, *, keep_last: int = 2) -> None:
@@ -505,7 +504,7 @@ class Engine(Handle):
         """Worker `src`'s value on every worker, of what JSON can hold. Under a host each worker keeps its own."""
         if self.is_led:
             return value
-        with self.run.link.within("fleet.broadcast()", self.run.step_number):
+        with self.run.link.within("fleet.broadcast()", self.run.progress.step_number):
             return json.loads(self.run.link.gather_bytes(json.dumps(value).encode())[src])
 
     def average_weights(self, decay: float) -> WeightAverage:
@@ -523,9 +522,9 @@ class Engine(Handle):
     def end(self) -> None:
         """Ends the run for all workers after the step that is done, also if rows are left: call it on every worker
         alike, in after_step or after_agreement."""
-        if not self.run.is_at_the_end:
+        if not self.run.progress.is_at_the_end:
             self.table.end_for_all()
-        self.run.stop()
+        self.run.progress.stop()
 
     def interrupted(self, where: str = "") -> Interrupted:
         """The error to raise where a loop ends before the run does: it says after which step, and then `where`."""

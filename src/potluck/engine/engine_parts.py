@@ -13,23 +13,22 @@ from potluck.data.source import DataSource
 from potluck.engine.evaluate import LossFunction
 from potluck.engine.group_table import GroupTable
 from potluck.engine.replica import GradientForm, Replica
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Table
 from potluck.link.grid import Nodes, make_nodes
 from potluck.save.saves import Saves
 from potluck.sharding.blocks import find_blocks, fits_fully_shard
 from potluck.sharding.strategy import ShardingStrategy
 from potluck.sharding.whole_steps import check_can_cut, check_hooks
-from potluck.stages.channel import Channel
 from potluck.stages.direct import GroupChannel
+from potluck.stages.pipeline import Channel
 
 if TYPE_CHECKING:
-    from potluck.engine.node_client import NodeClient
-    from potluck.fleet.client import Client
+    from potluck.fleet.listener import Listener
     from potluck.save.store_run import StoreRun
 
 
-def over_group(run: RunState, store_run: "StoreRun | None" = None) -> Table:
+def over_group(run: RunParts, store_run: "StoreRun | None" = None) -> Table:
     """Workers that reach each other over a link. `store_run`: where they meet in a store, of which the link is."""
     if store_run is not None:
         from potluck.engine.store_keeper import StoreKeeper
@@ -40,15 +39,15 @@ def over_group(run: RunState, store_run: "StoreRun | None" = None) -> Table:
     return GroupTable(run, Saves(run.link, run.events))
 
 
-def under_host(run: RunState, client: "Client | NodeClient") -> Table:
+def under_host(run: RunParts, listener: "Listener") -> Table:
     """A worker of a host; the link is of the ranks that are this worker together."""
     from potluck.engine.host_table import HostTable
 
-    return HostTable(run, client)
+    return HostTable(run, listener)
 
 
 def make_replica(
-    run: RunState,
+    run: RunParts,
     nodes: Nodes | None,
     model: nn.Module,
     optimizer: Optimizer,
@@ -90,7 +89,7 @@ def make_replica(
     return _class_of(run, split)(model, optimizer, link, run.device, run.config, **options)
 
 
-def _class_of(run: RunState, split: ShardingStrategy | None) -> type[Replica]:
+def _class_of(run: RunParts, split: ShardingStrategy | None) -> type[Replica]:
     if run.grid.is_cut:
         from potluck.engine.staged import StagedReplica, StagedShardedReplica
 
@@ -103,7 +102,7 @@ def _class_of(run: RunState, split: ShardingStrategy | None) -> type[Replica]:
 
 
 def _cut(
-    run: RunState, model: nn.Module, optimizer: Optimizer, source: DataSource, loss: LossFunction
+    run: RunParts, model: nn.Module, optimizer: Optimizer, source: DataSource, loss: LossFunction
 ) -> dict[str, Any]:
     """Cuts the model into stages, by agreement of all workers. What a StagedReplica is made of beside others."""
     from potluck.stages.stage_modules import CutModel

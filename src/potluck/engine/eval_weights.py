@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from potluck.engine.replica import Replica
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.errors import ConfigError
 from potluck.save.checkpoint_folder import AVERAGE
 from potluck.sharding.optimizer_traits import TRAIN_MODE, has_eval_weights
@@ -89,7 +89,7 @@ class WeightAverage:
     split a model carry it. It follows the weights that all agree on, and so is the same on all workers.
     """
 
-    def __init__(self, run: RunState, decay: float, as_agreed: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, run: RunParts, decay: float, as_agreed: Callable[[], AbstractContextManager[None]]) -> None:
         """`as_agreed`: the model as all agreed on it last, also where this worker is ahead of that."""
         if run.prepared().steps_whole:
             raise ConfigError(
@@ -109,7 +109,7 @@ class WeightAverage:
         self._names = [outer.names.get(id(parameter), "") for parameter in trained]
         for name, average in zip(self._names, self._averages, strict=True):
             outer.kept.setdefault(name, {})[AVERAGE] = average
-        self._step = run.step_number
+        self._step = run.progress.step_number
         run.kept.add(AVERAGE, lambda tensors: None, lambda saved, tensors: self._stand())
         run.after_agreement.insert(0, self._follow)
         run.looks_with = self.applied
@@ -118,7 +118,7 @@ class WeightAverage:
     def _follow(self) -> None:
         """By all the steps since the last agreement at once, of which only the last has weights that all agree on."""
         run = self._run
-        steps, self._step = run.step_number - self._step, run.step_number
+        steps, self._step = run.progress.step_number - self._step, run.progress.step_number
         if steps <= 0:
             return
         keep = self._decay**steps
@@ -133,7 +133,7 @@ class WeightAverage:
         loaded = self._run.prepared().outer.loaded
         for name, average, tensor in zip(self._names, self._averages, self._tensors, strict=True):
             average.copy_(loaded.get(name, {}).pop(AVERAGE, tensor))
-        self._step = self._run.step_number
+        self._step = self._run.progress.step_number
 
     @contextmanager
     def applied(self) -> Iterator[None]:

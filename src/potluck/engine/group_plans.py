@@ -1,44 +1,27 @@
 """Plans of a group: which rows each replica does next. Every rank makes them from the same reports, and so the same.
 
 SyncPlans: one batch after the other, in shares that follow speeds. WindowPlans: rows over which each replica steps by
-itself, or a step of all.
+itself, or a step of all; how many these are says the Decider.
 """
 
-from typing import Protocol
-
+from potluck.agree.decider import Decider
 from potluck.agree.records import Range, Report
 from potluck.agree.shares import Balance, share_out
-from potluck.agree.windows import RowPool, WindowPlan, make_planner, rows_left_after, stretch_of
+from potluck.agree.windows import RowPool, WindowPlan, rows_left_after, stretch_of
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, even_batches, plan_step
 from potluck.data.source import DataSource
-from potluck.engine.run_state import RunState
+from potluck.engine.moments import Moments
+from potluck.engine.run_parts import RunParts
 from potluck.engine.table import RoundPlan
-from potluck.errors import ConfigError
+from potluck.errors import CheckpointError, ConfigError
 from potluck.events import Decided
 from potluck.link.grid import Nodes
 from potluck.words import plural
 
 
-class GroupPlans(Protocol):
-    @property
-    def has_fixed_shares(self) -> bool:
-        """Whether each pipeline's part of a batch stays as it was at first."""
-
-    def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader: ...
-
-    def plan(self, drift: float) -> RoundPlan | None:
-        """The next round, from where the run stands. `drift`: how far this replica was from the last mean."""
-
-    def learn(self, plan: RoundPlan, reports: list[Report]) -> None:
-        """All have reported this round: one report for each rank of a step, or for each replica of a window."""
-
-    def seek(self) -> None:
-        """The run stands elsewhere."""
-
-
 class SyncPlans:
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: RunParts) -> None:
         self._run = run
         self._balance: Balance | None = None
         self._reports: list[Report] = []
@@ -46,6 +29,7 @@ class SyncPlans:
 
     @property
     def has_fixed_shares(self) -> bool:
+        """Whether each pipeline's part of a batch stays as it was at first."""
         return self._balance is None
 
     def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
@@ -63,8 +47,9 @@ class SyncPlans:
             self._balance = Balance(batch.size, pipelines)
         return Loader(source, batch, share, device=run.device, seed=seed)
 
-    def plan(self, drift: float) -> RoundPlan | None:
-        run, loader, at = self._run, self._run.loader, self._run.at
+    def plan(self) -> RoundPlan | None:
+        """The next round, from where the run stands."""
+        run, loader, at = self._run, self._run.loader, self._run.progress.at
         if loader is None:  # the loop brings batches of its own
             return RoundPlan(version=at.version + 1, epoch=0, row=0, rows=0, is_together=True, batches=(((0, 0), ()),))
         if at.row >= loader.rows:
@@ -80,6 +65,7 @@ class SyncPlans:
         )
 
     def learn(self, plan: RoundPlan, reports: list[Report]) -> None:
+        """All have reported this round: one report for each rank of a step, or for each replica of a window."""
         self._reports = self._run.grid.merge(reports, "pipeline")
 
     def _share_anew(self) -> None:
@@ -92,61 +78,58 @@ class SyncPlans:
         if changed is not None:
             parts, reason = changed
             run.loader.shares = tuple(float(part) for part in parts)
-            run.events.emit(Decided(step=run.step_number, rows=tuple(parts), reason=reason))
-
-    def seek(self) -> None:
-        """Batches follow from the position alone."""
+            run.events.emit(Decided(step=run.progress.step_number, rows=tuple(parts), reason=reason))
 
 
 class WindowPlans:
     has_fixed_shares = True
 
-    def __init__(self, run: RunState, nodes: Nodes) -> None:
+    def __init__(self, run: RunParts, nodes: Nodes) -> None:
         policy = run.composition.window
         assert policy is not None
         self._run, self._nodes, self._policy = run, nodes, policy
-        self._planner = make_planner(policy, nodes.names)
+        self._decider = Decider()
         self._pool = RowPool([])
         self._taken: list[list[Range]] = []
-        self._own_rows = 0
         self.decision: WindowPlan | None = None
-        self.are_moments_divided_by = False
-        """Whether noise makes the steps of replicas shorter, which have to be stretched then."""
+        self.moments: Moments | None = None
+        """What optimizers keep, if that is averaged. Noise may make steps of replicas shorter, so that these have to be
+        stretched."""
 
     @property
     def may_step_together(self) -> bool:
         """Where replicas are split or cut, they step by themselves from the start."""
-        is_whole = not self._run.grid.is_cut and self._run.composition.split is None
-        return self._policy.may_step_together and is_whole and self._nodes.count > 1
+        return self._policy.may_step_together and self._are_whole and self._nodes.count > 1
+
+    @property
+    def can_step_together(self) -> bool:
+        """Whether a batch can be finished that a checkpoint has in the middle of its turns: only by a step of all, also
+        where there is one worker now, or the policy would have none."""
+        return self.may_step_together or (self._are_whole and self._run.turns.count > 1)
+
+    @property
+    def _are_whole(self) -> bool:
+        return not self._run.grid.is_cut and self._run.composition.split is None
 
     def make_loader(self, source: DataSource, batch: BatchConfig, seed: int) -> Loader:
         return Loader(source, batch, None, device=self._run.device, seed=seed)
 
-    def plan(self, drift: float) -> RoundPlan | None:
-        run, loader, at = self._run, self._run.loader, self._run.at
+    def plan(self) -> RoundPlan | None:
+        run, loader, at = self._run, self._run.loader, self._run.progress.at
         assert loader is not None
         if at.row >= loader.rows:
             return None
         if not self._pool.rows:
-            self.seek()
-        size, nodes = loader.batch.size, self._nodes
-        rows_left = min(self._pool.rows, (run.caller.rows_limit or 1 << 62) - run.rows_seen)
-        own_rows = self._own_rows = -(-size // nodes.count)
-        decision = self._decide(rows_left, size, own_rows)
-        in_pairs = run.batch_norm is not None and own_rows > 1
-        if in_pairs:
-            decision, self._taken = self._pool.take_in_pairs(decision, rows_left)
-        else:
-            self._taken = [self._pool.take(a + b) for a, b in zip(decision.rows, decision.spare, strict=True)]
-        self.decision = decision
-        self._tell(decision, drift)
-        step_rows = size if decision.together else own_rows
+            self._pool = RowPool([(at.row, loader.rows)])
+        decision = self.decision = self._take()
+        own_rows, size = self._decider.own_rows, loader.batch.size
+        run.events.emit(self._decider.decided(decision))
         ranges = [
             batch
-            for part in self._taken[nodes.number]
-            for batch in even_batches(*part, step_rows, size, in_pairs=in_pairs)
+            for part in self._taken[self._nodes.number]
+            for batch in even_batches(*part, size if decision.together else own_rows, size, in_pairs=self._in_pairs)
         ]
-        is_stretched = self.are_moments_divided_by and not decision.together
+        is_stretched = self.moments is not None and self.moments.are_divided_by and not decision.together
         return RoundPlan(
             version=at.version + 1,
             epoch=at.epoch,
@@ -154,22 +137,38 @@ class WindowPlans:
             rows=sum(decision.rows),
             is_together=decision.together,
             batches=tuple((rows, self._micros_of(*rows, loader.batch)) for rows in ranges),
-            part=decision.rows[nodes.number],
+            part=decision.rows[self._nodes.number],
             stretch=stretch_of(decision.rows, own_rows, size) if is_stretched else 1.0,
             until_s=decision.until_s,
         )
 
-    def _decide(self, rows_left: int, size: int, own_rows: int) -> WindowPlan:
-        run, planner = self._run, self._planner
-        limit = run.caller.rows_limit
-        # The share of the run in which most is learned, if it is known how long it is.
-        is_first = limit is not None and run.rows_seen < self._policy.together * limit
-        is_together = planner.is_best_together(is_early=is_first, may=self.may_step_together)
-        if not is_together and not run.turns.now:  # a batch in the middle of its turns is only such a step's
-            return planner.decide(rows_left, own_rows)
-        first, end = self._pool.ranges[0]
-        rows = min(rows_left, end - first, size - run.at.row % size)
-        return planner.decide_together(rows, is_first=is_first)
+    @property
+    def _in_pairs(self) -> bool:
+        return self._run.batch_norm is not None and self._decider.own_rows > 1
+
+    def _take(self) -> WindowPlan:
+        """Take each replica's rows from those that nobody has done."""
+        run, decider, pool = self._run, self._decider, self._pool
+        rows = decider.begin(
+            self._policy,
+            self._nodes.names,
+            run.progress.at,
+            run.progress.terms,
+            pool.ranges,
+            rows_limit=run.loop.rows_limit,
+            may_step_together=self.may_step_together,
+        )
+        if rows and not self.can_step_together:
+            raise CheckpointError(
+                "The checkpoint stands between two turns of a batch, which only a step of all workers can finish, and"
+                " replicas that are split or cut step by themselves here. Continue with Sync, or with whole replicas."
+            )
+        decision = decider.together(rows) if rows else decider.alone()
+        if self._in_pairs:
+            decision, self._taken = pool.take_in_pairs(decision, decider.rows_left)
+        else:
+            self._taken = [pool.take(own + more) for own, more in zip(decision.rows, decision.spare, strict=True)]
+        return decision
 
     def _micros_of(self, start: int, end: int, batch: BatchConfig) -> tuple[MicroBatch, ...]:
         """This worker's part of one of its replica's batches: of those who hold the same stage of it, each has one."""
@@ -179,33 +178,19 @@ class WindowPlans:
 
     def learn(self, plan: RoundPlan, reports: list[Report]) -> None:
         sync_s = max(report.sync_s for report in reports)
-        if plan.is_together:
-            rows, busy = [int(report.rows) for report in reports], [report.busy_s for report in reports]
-            self._planner.observe(rows, busy, self._own_rows, sync_s)
-            if not self._run.turns.is_last:  # the batch comes again
-                for taken in self._taken:
-                    self._pool.give_back(taken)
+        self._decider.observe(reports, sync_s, averages_moments=self.moments is not None)
+        if plan.is_together and self._run.turns.is_last:
             return
         for report, taken in zip(reports, self._taken, strict=True):
-            self._pool.give_back(rows_left_after(taken, int(report.rows)))
-        self._planner.report(reports, sync_s)
-
-    def _tell(self, decision: WindowPlan, drift: float) -> None:
-        run = self._run
-        run.events.emit(
-            Decided(
-                step=run.step_number,
-                rows=decision.rows,
-                reason=decision.reason,
-                version=run.at.version,
-                anchor=decision.anchor,
-                divergence=drift,
-            )
-        )
+            done = 0 if plan.is_together else int(report.rows)  # in another turn the batch comes again
+            self._pool.give_back(rows_left_after(taken, done))
 
     def seek(self) -> None:
+        """The run stands elsewhere."""
         assert self._run.loader is not None
-        self._pool = RowPool([(self._run.at.row, self._run.loader.rows)])
+        at = self._run.progress.at
+        self._pool = RowPool([(at.row, self._run.loader.rows)])
+        self._decider.know_alike(at.version)  # all have loaded one state
 
     def left(self) -> list[list[int]]:
         assert self._run.loader is not None

@@ -28,12 +28,12 @@ from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.checkpointing import check_position, restore_position, take_position
 from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LossFunction, add_up, looking, means_of
-from potluck.engine.group_plans import GroupPlans, SyncPlans, WindowPlans
+from potluck.engine.group_plans import SyncPlans, WindowPlans
 from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Outcome, RoundPlan, RoundWork, Took, Waits, Works
 from potluck.engine.together import StepTogether
 from potluck.engine.window_delta import WindowDelta
@@ -43,8 +43,8 @@ from potluck.events import EpochDone, WorkerStep
 from potluck.fleet.ledger import prove
 from potluck.link.grid import Nodes, make_nodes
 from potluck.link.link import Alone, Pending, Rows, loss_of_peer
+from potluck.save.parts import is_in_parts, whole_state
 from potluck.save.saves import Saves
-from potluck.save.whole_state import is_in_parts, whole_state
 from potluck.words import say
 
 NEARLY = 0.9
@@ -68,18 +68,18 @@ class GroupTable:
     is_replaying = False
     """Whether the step being applied was taken by others before this worker joined."""
 
-    def __init__(self, run: RunState, saves: Saves) -> None:
+    def __init__(self, run: RunParts, saves: Saves) -> None:
         composed = run.composition
         self._run = run
         self._saves = saves
         self.nodes: Nodes | None = None
-        self._plans: GroupPlans
+        self._plans: SyncPlans | WindowPlans
         if composed.window is None:
             self._plans = SyncPlans(run)
         else:
             self.nodes = make_nodes(run.link, composed.stages * composed.node_size)
             self._plans = windows = WindowPlans(run, self.nodes)
-            run.kept.add("left", lambda tensors: windows.left(), lambda saved, tensors: self._stand())
+            run.kept.add("left", lambda tensors: windows.left(), lambda saved, tensors: self._stand(windows))
         self._works: Works | None = None
         self._together: StepTogether | None = None
         self._alone: StepAlone | None = None
@@ -122,11 +122,13 @@ class GroupTable:
         def turn(is_together: bool) -> None:
             """Where replicas are split or cut, each steps with those who hold the same stage, and no others."""
             assert self.nodes is not None
+            if is_together and run.link.world > 1:
+                replica.prepare_sums()
             replica.step_with(run.link if is_together else self.nodes.within)
 
         if plans.may_step_together:
             replica.prepare_sums()
-        both = (together, alone, turn) if plans.may_step_together else (None, alone)
+        both = (together, alone, turn) if plans.can_step_together else (None, alone)
         self._works = Works(*both)
         return self._works
 
@@ -137,8 +139,7 @@ class GroupTable:
         mean = LinkMean(nodes.across) if coding is None else CodedLinkMean(nodes.across, coding)
         delta = WindowDelta(replica, mean, within=nodes.within)
         if are_averaged(policy.averages_moments, replica.optimizer, run.notice, steps_whole=replica.steps_whole):
-            self._moments = Moments(replica.optimizer, replica.outer.names, delta.runs)
-            plans.are_moments_divided_by = self._moments.are_divided_by
+            self._moments = plans.moments = Moments(replica.optimizer, replica.outer.names, delta.runs)
         side = WindowSide(
             name=lambda: nodes.names[nodes.number],
             within=nodes.within,
@@ -177,9 +178,8 @@ class GroupTable:
     # A round
 
     def plan(self) -> Waits[RoundPlan | None]:
-        run, drift = self._run, self._alone.delta.drift if self._alone is not None else 0.0
         self._choose_wire()
-        plan = None if run.stopping else self._plans.plan(drift)
+        plan = None if self._run.progress.stopping else self._plans.plan()
         if plan is None:
             self.settle()
             return None
@@ -230,7 +230,7 @@ class GroupTable:
         replica.unseal()
         if run.link.world > 1 and not replica.gathers:
             synchronize(run.device)  # else busy would be the time to launch kernels
-        busy_s, wait_s = time.perf_counter() - run.tally.started + work.optimizer_s, 0.0
+        busy_s, wait_s = time.perf_counter() - run.step.tally.started + work.optimizer_s, 0.0
         if work.runs_ahead:
             loss_sum = work.step_ahead()
             gathering = run.link.start_gather(work.report(busy_s, sync_s=self._sync_s, loss_sum=loss_sum).to_row())
@@ -250,7 +250,7 @@ class GroupTable:
         self._plans.learn(plan, reports)
         samples, computed = sum(r.samples for r in reports), sum(int(r.rows) for r in reports)
         current = run.loader.current if run.loader is not None else None
-        end = current.step_end if current is not None else run.at.row
+        end = current.step_end if current is not None else run.progress.at.row
         return Outcome(
             is_together=True,
             rows=computed if run.turns.is_last else 0,
@@ -270,8 +270,8 @@ class GroupTable:
         mine = work.window._replace(
             busy_s=work.busy_s,
             sync_s=self._sync_s,
-            wants_stop=run.wants_stop,
-            loss_scale=run.scale.value,
+            wants_stop=run.progress.wants_stop,
+            loss_scale=run.step.scale.value,
             figures=work.figures.of_window(work.delta.drift),
         )
         if plan.until_s is None:
@@ -285,8 +285,8 @@ class GroupTable:
         work.delta.end(weight)
         self._moving = self._moments.start(nodes.across, weight, self._coding) if self._moments is not None else []
         plans.learn(plan, reports)
-        run.scale.agree([report.loss_scale for report in reports])
-        run.scale.learn(samples, sum(report.rows - report.skipped_rows for report in reports))
+        run.step.scale.agree([report.loss_scale for report in reports])
+        run.step.scale.learn(samples, sum(report.rows - report.skipped_rows for report in reports))
         return Outcome(
             is_together=False,
             rows=sum(int(report.rows) for report in reports),
@@ -312,7 +312,7 @@ class GroupTable:
         if outcome.is_together:
             assert self._together is not None
             # A replica that stepped by itself would step its optimizer, too.
-            took_s = now - self._run.tally.started
+            took_s = now - self._run.step.tally.started
             self._sync_s = max(0.0, took_s - longest - self._together.optimizer_s)
             return took_s, outcome.workers
         self._sync_s = now - self._agreed_at
@@ -343,7 +343,7 @@ class GroupTable:
         """A loop that takes just as many batches as there are never asks for the end."""
         yield from ()
         loader = self._run.loader
-        if self._run.stopping or (loader is not None and self._run.at.row >= loader.rows):
+        if self._run.progress.stopping or (loader is not None and self._run.progress.at.row >= loader.rows):
             self.settle()
 
     def settle(self) -> None:
@@ -351,24 +351,24 @@ class GroupTable:
         if self._alone is not None:
             self._alone.delta.settle()
 
-    def _stand(self) -> None:
+    def _stand(self, plans: WindowPlans) -> None:
         """The run was put elsewhere."""
         if self._works is not None:
             self._works.start_anew()
-        self._plans.seek()
+        plans.seek()
 
     @property
     def version(self) -> int:
         """Agreements so far."""
-        return self._run.at.version
+        return self._run.progress.at.version
 
     def _within(self, call: str) -> AbstractContextManager[None]:
         """A call that every worker must make: where some have not, the others say so."""
-        return self._run.link.within(call, self._run.step_number)
+        return self._run.link.within(call, self._run.progress.step_number)
 
     def begin_run(self, epochs: int) -> None:
         """Called before the first epoch."""
-        if (done := self._run.position.epoch) >= epochs:
+        if (done := self._run.progress.position.epoch) >= epochs:
             self._run.notice(
                 f"This run has done {done} of its epochs, and {epochs} {'was' if epochs == 1 else 'were'} asked for:"
                 " nothing is left to train. Ask for more epochs to continue it."
@@ -380,7 +380,7 @@ class GroupTable:
         assert run.loader is not None
         comes_next = run.loader.digest_of_next()
         weights_now = run.prepared().fingerprint()
-        mine = json.dumps([weights_now, run.ledger.ranges, comes_next, run.loader.seen()]).encode()
+        mine = json.dumps([weights_now, run.progress.ledger.ranges, comes_next, run.loader.seen()]).encode()
         with self._within("the end of an epoch"):
             told = [json.loads(data) for data in run.link.gather_bytes(mine)]
         ranges = ((a, b) for _, ranges, _, _ in told for a, b in ranges)
@@ -392,9 +392,13 @@ class GroupTable:
         if not same:
             run.prepared().align()
             weights = "THE WORKERS' WEIGHTS HAD DRIFTED APART, and are worker 0's again"
-        skipped = f", {run.at.skipped_rows:,} of them in steps that were skipped" if run.at.skipped_rows else ""
+        skipped = (
+            f", {run.progress.at.skipped_rows:,} of them in steps that were skipped"
+            if run.progress.at.skipped_rows
+            else ""
+        )
         seen = compared or ("" if run.data else UNCOMPARED)
-        run.begin_ledger()
+        run.progress.begin_ledger()
         epoch = run.loader.position.epoch
         done = EpochDone(
             epoch=epoch,
@@ -403,7 +407,7 @@ class GroupTable:
             same_weights=same,
             sentence=f"Epoch {epoch + 1}: {proof}{skipped}" + (f"{seen}; {weights}." if self.world > 1 else "."),
         )
-        run.prove(done)
+        run.progress.prove(done)
         run.events.emit(done)
 
     def _compare_orders(self, loader: Loader, digests: list[str]) -> None:
@@ -448,7 +452,7 @@ class GroupTable:
         """A script that closes nothing has ended: close() waits for what is still being written."""
 
     def _save_once(self, folder: Path) -> None:
-        if self._saved_last != (folder, self._run.step_number):
+        if self._saved_last != (folder, self._run.progress.step_number):
             self.save(folder, keep_last=2)
         self.wait_for_saves()
 
@@ -461,10 +465,10 @@ class GroupTable:
 
     def last_words(self) -> str:
         """Where the run stands when it is stopped."""
-        return f"Stopped after step {self._run.step_number}."
+        return f"Stopped after step {self._run.progress.step_number}."
 
     def request_stop(self) -> None:
-        self._run.ask_to_stop()
+        self._run.progress.ask_to_stop()
 
     def seed_random(self, seed: int) -> None:
         self._run.seed_random(seed)
@@ -521,8 +525,9 @@ class GroupTable:
             return False
         self._moved += 1
         restore_position(run, standing)
+        run.prepared().remember_buffers()
         run.loaded_from = Path(standing["path"])
-        self._saved_last = folder, run.step_number
+        self._saved_last = folder, run.progress.step_number
         if run.loader is not None and run.loader.position.row >= run.loader.rows:
             run.loader.end_epoch()
         if standing["workers"] != self.world:

@@ -16,7 +16,7 @@ from potluck.events import EpochDone, EventLog, Heard, StepDone
 from potluck.save.state import UserState
 
 if TYPE_CHECKING:
-    from potluck.engine.run_state import RunState
+    from potluck.engine.run_parts import RunParts
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Loop:
 
 
 class Handle:
-    run: "RunState"
+    run: "RunParts"
     before_step: list[Callable[[], None]]
     """Functions that are called before each step of this worker's optimizer. To read the gradient that all workers
     agreed on, or to change it, use torch's `optimizer.register_step_pre_hook()`: it is in `grad` then."""
@@ -76,22 +76,22 @@ class Handle:
     @property
     def step_number(self) -> int:
         """Steps of the run so far."""
-        return self.run.step_number
+        return self.run.progress.step_number
 
     @property
     def rows_seen(self) -> int:
         """Rows of all epochs so far, over all workers."""
-        return self.run.rows_seen
+        return self.run.progress.rows_seen
 
     @property
     def skipped(self) -> int:
         """Steps that were skipped so far because they were not finite."""
-        return self.run.skipped
+        return self.run.progress.at.skipped
 
     @property
     def stopping(self) -> bool:
         """Whether every worker has agreed to stop after the step that is done."""
-        return self.run.stopping
+        return self.run.progress.stopping
 
     @property
     def last_step(self) -> StepDone | None:
@@ -101,7 +101,7 @@ class Handle:
     @property
     def last_epoch(self) -> EpochDone | None:
         """The proof of the last epoch: `last_epoch.sentence`."""
-        return self.run.last_epoch
+        return self.run.progress.last_epoch
 
     @property
     def events(self) -> EventLog:
@@ -146,7 +146,7 @@ class Handle:
     def loop(self) -> Loop:
         """Settings that the loop gives the run: its end, the shape of its learning rate, and what a host shows of
         it."""
-        return self.run.caller
+        return self.run.loop
 
     @property
     def setup(self) -> Wanted:
@@ -156,7 +156,7 @@ class Handle:
     @property
     def position(self) -> Position:
         """Where the run stands in its data: `position.epoch`, and `position.row` of that epoch's order."""
-        return self.run.position
+        return self.run.progress.position
 
     @property
     def ranks(self) -> int:
@@ -176,7 +176,7 @@ class Handle:
     @property
     def is_restored(self) -> bool:
         """Whether this worker was killed and restarted, and stands where it was while the run continued."""
-        return self.run.is_restored
+        return self.run.keeper is not None and self.run.keeper.is_restored
 
     @property
     def loaded_from(self) -> Path | None:
@@ -195,7 +195,7 @@ class Handle:
     def has_passed(self, every: int) -> bool:
         """Whether a multiple of this many steps came with the last agreement: under Cadence and Async that may be many
         steps at once. For what is due now and then, in after_agreement."""
-        return self.step_number // every > self.run.steps_before // every
+        return self.step_number // every > self.run.progress.steps_before // every
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Computes in the precision of `StepConfig`, for code beside the loss function that should do so too."""
@@ -217,8 +217,8 @@ class Handle:
     @property
     def lr_factor(self) -> Callable[[int], float] | None:
         """A function from rows seen to the share of its peak that the learning rate has; None: the rate is yours."""
-        return self.run.caller.lr_factor
+        return self.run.loop.lr_factor
 
     @lr_factor.setter
     def lr_factor(self, factor: Callable[[int], float] | None) -> None:
-        self.run.caller.lr_factor = factor
+        self.run.loop.lr_factor = factor

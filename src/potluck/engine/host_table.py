@@ -1,6 +1,6 @@
 """HostTable: a host leads the run: it has the folder, hands out work, and takes checkpoints. Workers come and go.
 
-What is said to it and heard from it passes through MemberDriver, which calls here for what a run's state is.
+What is said to it and heard from it passes through Member, which asks HostHolder for what a run's state is.
 """
 
 import atexit
@@ -9,17 +9,16 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
 
-from potluck.agree.records import Position
 from potluck.agree.step_report import StepDecision
 from potluck.agree.windows import stretch_of
 from potluck.coded_numbers import coding_of
@@ -29,76 +28,40 @@ from potluck.data.rows import arrived, read_batch
 from potluck.data.source import DataSource, HeldOut
 from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.checkpointing import check_position, restore_position, take_position
 from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LookSums, LossFunction, add_up, looking, means_of
-from potluck.engine.means import HostMean, NodeMean
+from potluck.engine.host_holder import HostHolder
+from potluck.engine.means import HostMean
 from potluck.engine.moments import are_averaged
-from potluck.engine.node_client import NodeClient
-from potluck.engine.node_sums import SplitGradients
+from potluck.engine.node_listener import NodeListener
+from potluck.engine.node_sums import CollectParts, SplitGradients
 from potluck.engine.part_sender import PartSender
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import Gradients, WholeGradients, describe_model, state_specs
-from potluck.engine.state_transfer import StateTransfer
 from potluck.engine.table import Outcome, RoundPlan, RoundWork, Took, Waits, Works, drive
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import QUIET, TAKEN_BACK, why_leaving
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import EpochDone, Sampled, WorkerStep
-from potluck.fleet.client import Client, Means
 from potluck.fleet.description import Description, Part, settings_of
 from potluck.fleet.gathering import MOST_BYTES
-from potluck.fleet.member import ConnectionLost, overflow_of
-from potluck.fleet.member_driver import Looked, MemberDriver
-from potluck.fleet.phases import enter_phase
+from potluck.fleet.listener import Listener, Means
+from potluck.fleet.member import overflow_of
 from potluck.fleet.tree import sized_rows, slice_rows
 from potluck.link.grid import Nodes
-from potluck.save.saves import Saves, saved_part
-from potluck.save.whole_state import whole_state
+from potluck.save.parts import saved_part, whole_state
 from potluck.signals import is_taken_back, on_interrupt
 from potluck.tensor_bytes import join_bytes, split_bytes
-from potluck.wire.messages import Applied, Message, SliceReport, Welcome, Work, Wrote
+from potluck.wire.messages import SliceReport, Work, Wrote
 from potluck.wire.words import clean_all
 
 if TYPE_CHECKING:
     from potluck.engine.buckets import Allocate
     from potluck.engine.joined_view import JoinedView
-
-
-@dataclass(frozen=True, slots=True)
-class Hearing:
-    """The next message of the host."""
-
-    client: Client | NodeClient
-    timeout_s: float
-
-    def wait(self) -> Message | ConnectionLost | None:
-        return self.client.receive(timeout_s=self.timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Connecting:
-    """The host, where the connection to it was lost."""
-
-    client: Client | NodeClient
-
-    def wait(self) -> Welcome:
-        return self.client.connect(again=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Averaging:
-    """The means of a step, but for some parts."""
-
-    client: Client | NodeClient
-    step: int
-    without: frozenset[int]
-
-    def wait(self) -> Means | None:
-        return self.client.take_means(self.step, self.without)
+    from potluck.engine.sharded import ShardedReplica
 
 
 class HostTable:
@@ -108,21 +71,16 @@ class HostTable:
     nodes: Nodes | None = None
     works: Works
     """Compute this worker's part, once there is a replica."""
-    description: Description
-    """Once there is a loader."""
     looking: LookingWeights
     """Once there is a replica."""
 
-    def __init__(self, run: RunState, client: Client | NodeClient) -> None:
+    def __init__(self, run: RunParts, listener: Listener) -> None:
         self.run = run
-        self.client = client
-        self.driver = MemberDriver(self)
-        self._states = StateTransfer(client, run.link)
-        self._sender = PartSender(self, run.device)
-        self._glance: torch.Tensor | None = None
-        """The quick digest of the weights when the host was last told their digest."""
-        self._sum_of: Callable[[int, int], LookSums] | None = None
-        """Evaluates rows, while all evaluate some."""
+        self.listener = listener
+        self.client = client = listener.client
+        self.holder = HostHolder(run, listener)
+        self.member = self.holder.member
+        self._sender = PartSender(self.holder, run.device)
         self._alone: StepAlone | None = None
         self._mean: HostMean | None = None
         self._parts: tuple[Part, ...] = ()
@@ -137,77 +95,74 @@ class HostTable:
         """Passes over the loader that a loop which counts its own epochs has begun."""
         self._place, self._places = 0, 1
         """Which of the workers this is, and how many there are, as of the last agreement."""
-        self.was_moved = False
-        """Whether the run was moved to another epoch than the loop was in."""
         self._view: JoinedView | None = None
         run.speak(QUIET not in os.environ and run.link.rank == 0, client.say)
-        self._saves = Saves(run.link, run.events, is_gone=lambda: self.driver.member.is_over)
         run.events.on(Sampled, self._send_sample)
-        client.on_stop = self._on_stop
+        listener.on_stop = self._on_stop
         atexit.register(self._close_at_exit)
 
     # Preparing
 
-    @property
-    def is_repeatable(self) -> bool:
-        """Whether work that is done again has the same bits, no matter who does it."""
-        return self.run.composition.window is None
-
-    @property
-    def divergence(self) -> float:
-        """How far this worker was from the others at the last agreement, where each steps by itself."""
-        return self._alone.delta.drift if self._alone is not None and self.works.now is self._alone else 0.0
-
     def begin(self, replica: Replica) -> Works:
-        run, window = self.run, self.run.composition.window
-        room = self._sender.make_room(replica.model) if run.composition.split is None else None
-        if window is None:
-            steps = self._make_steps(replica, room, None)
-            self._parts = steps.parts
-            self.works = Works(steps, None)
-            return self.works
-        alone, mean = self._make_alone(replica, room)
-        self._parts = mean.described
-        if not window.may_step_together:
-            self.works = Works(None, alone)
-            return self.works
-        steps = self._make_steps(replica, room, mean)
-        steps.sums.buffers_at = len(mean.described) - 1
-        self.works = Works(steps, alone, lambda is_together: steps.set_idle(not is_together))
+        self.works = self._make_works(replica)
+        self.holder.begin(self.works, self.looking)
         return self.works
 
-    def _make_steps(self, replica: Replica, room: "Allocate | None", mean: HostMean | None) -> SliceSteps:
+    def _make_works(self, replica: Replica) -> Works:
+        window, collect = self.run.composition.window, self._collector(replica)
+        room = self._sender.make_room(replica.model) if collect is None else None
+        if window is None:
+            steps = self._make_steps(replica, room, collect, None)
+            self._parts = steps.parts
+            return Works(steps, None)
+        alone, mean = self._make_alone(replica, room, collect)
+        self._parts = mean.described
+        if not window.may_step_together:
+            return Works(None, alone)
+        steps = self._make_steps(replica, room, collect, mean)
+        steps.sums.buffers_at = len(mean.described) - 1
+        return Works(steps, alone, lambda is_together: steps.set_idle(not is_together))
+
+    def _collector(self, replica: Replica) -> CollectParts | None:
+        """How parts are put together, where several ranks hold the replica; with norms, where gradients travel."""
+        window = self.run.composition.window
+        if not isinstance(self.listener, NodeListener):
+            return None
+        has_norms = window is None or window.may_step_together
+        return partial(self.listener.collect_parts, norms_on=replica.device if has_norms else None)
+
+    def _make_steps(
+        self, replica: Replica, room: "Allocate | None", collect: CollectParts | None, mean: HostMean | None
+    ) -> SliceSteps:
         """`mean`: of the windows between, which travel in the same parts."""
         gradients: Gradients
         coding = coding_of(self.run.composition.wire)
-        if self.run.composition.split is None:
+        if collect is None:
             gradients = WholeGradients(replica, room, coding)
         else:
             buffers, collected = SavedBuffers(replica.model).parts, mean.collected if mean is not None else None
-            gradients = SplitGradients(replica, self.client, buffers, collected, coding)  # type: ignore[arg-type]
-        return SliceSteps(self.run, replica, self, self._sender, gradients)
+            gradients = SplitGradients(cast("ShardedReplica", replica), collect, buffers, collected, coding)
+        return SliceSteps(self.run, replica, self.holder, self._sender, gradients)
 
-    def _make_alone(self, replica: Replica, room: "Allocate | None") -> tuple[StepAlone, HostMean]:
+    def _make_alone(
+        self, replica: Replica, room: "Allocate | None", collect: CollectParts | None
+    ) -> tuple[StepAlone, HostMean]:
         run, sender, window = self.run, self._sender, self.run.composition.window
         assert window is not None
         coding = coding_of(run.composition.wire)
         wanted, steps_whole = window.averages_moments, replica.steps_whole
         has_moments = are_averaged(wanted, replica.optimizer, run.notice, steps_whole=steps_whole)
-        mean = HostMean(sender.send, sender.begin, room, coding, has_moments=has_moments)
-        if run.composition.split is not None:
-            norms_on = replica.device if window.may_step_together else None
-            options: dict[str, Any] = {"coding": coding, "has_moments": has_moments, "norms_on": norms_on}
-            mean = NodeMean(sender.send, sender.begin, self.client, **options)  # type: ignore[arg-type]
-        self._mean = mean
+        options: dict[str, Any] = {"has_moments": has_moments, "collect_parts": collect}
+        self._mean = mean = HostMean(sender.send, sender.begin, room, coding, **options)
         delta = WindowDelta(replica, mean, within=run.link)
         side = WindowSide(
             name=lambda: self.client.name,
             within=run.link,
             # The rest of a part that was cut is not cut again.
-            sees_end=lambda work, batches, rows: self.client.wants_stop and self._can_be_cut,
+            sees_end=lambda work, batches, rows: self.listener.wants_stop and self._can_be_cut,
             seeds=lambda plan, micro: (plan.version, micro.start),
             apply=self._take_mean,
-            on_batch=lambda done: self.announce("batch", done=done),
+            on_batch=lambda done: self.holder.announce("batch", done=done),
         )
         self._alone = StepAlone(run, replica, delta, side)
         return self._alone, mean
@@ -217,18 +172,18 @@ class HostTable:
         loader = Loader(source, batch, None, device=run.device, seed=seed)
         check_same_data(run, loader)  # the ranks of a worker among themselves
         if loader.order.digest(0, seed):  # of workers that come and go, the host compares it
-            run.caller.training["order of rows"] = loader.order.tell(seed)
+            run.loop.training["order of rows"] = loader.order.tell(seed)
         model, policy = run.prepared().model, run.wanted.policy
         split = saved_part(run.prepared()).split
-        self.description = Description(
+        self.holder.description = Description(
             parts=self._parts,
             model=describe_model(model, split),
             rows=loader.rows,
             batch=batch.size,
             slices=batch.slice_count if run.batch_norm is None else batch.slices_in_pairs,
             seed=seed,
-            unit=run.unit,
-            samples_per_row=run.caller.samples_per_row,
+            unit=run.step.unit,
+            samples_per_row=run.loop.samples_per_row,
             policy=type(policy).kind,
             settings=settings_of(policy),
             wire=run.composition.wire,
@@ -247,10 +202,10 @@ class HostTable:
         run, loader = self.run, self.run.loader
         assert loader is not None
         self.join()
-        if run.caller.counts_epochs or run.caller.has_trainer:
+        if run.loop.counts_epochs or run.loop.has_trainer:
             yield
             return
-        if self.was_moved and self._passes:
+        if self.holder.was_moved and self._passes:
             raise ConfigError(
                 f"This worker was put into epoch {loader.position.epoch + 1} of the run, and its loop counts epochs by"
                 " itself: it would train more of them than the run has. Write `for epoch in fleet.epochs(n):` around"
@@ -259,7 +214,7 @@ class HostTable:
         self._passes += 1
         with on_interrupt(self.request_stop):
             yield
-            if run.stopping and loader.position.row < loader.rows:
+            if run.progress.stopping and loader.position.row < loader.rows:
                 self.end_early(None)
 
     def refuse_own_rows(self) -> NoReturn:
@@ -268,28 +223,28 @@ class HostTable:
     # A round
 
     def plan(self) -> Waits[RoundPlan | None]:
-        run, loader, driver = self.run, self.run.loader, self.driver
+        run, loader, member = self.run, self.run.loader, self.member
         assert loader is not None
         while True:
             # A worker that is given the last weights may be put at an epoch's beginning that nobody will train.
-            while not run.stopping and loader.position.row < loader.rows and not run.is_at_the_end:
-                if not (yield from driver.leave_if_asked()):
+            while not run.progress.stopping and loader.position.row < loader.rows and not run.progress.is_at_the_end:
+                if not (yield from member.leave_if_asked()):
                     return self._next_plan()
-            if self.is_repeatable or not run.is_at_the_end:
+            if not run.progress.is_at_the_end:
                 return None
             yield from self._keep_the_end()
-            if run.stopping or run.is_at_the_end:
+            if run.progress.stopping or run.progress.is_at_the_end:
                 return None
 
     def _next_plan(self) -> RoundPlan:
         """The work that this worker was given; or a plan without rows, for a round of which it hears the outcome."""
-        run, member = self.run, self.driver.member
+        run, member = self.run, self.member
         self._turn = member.turn
         work = member.begin()
         if work is None:
-            self.driver.check_weights()
-            return RoundPlan(version=member.version + 1, epoch=run.at.epoch, row=0, rows=0, is_together=None)
-        self.announce("computing", work.step)
+            self.member.check_weights()
+            return RoundPlan(version=member.version + 1, epoch=run.progress.at.epoch, row=0, rows=0, is_together=None)
+        self.holder.announce("computing", work.step)
         nodes = tuple((int(a), int(b)) for a, b in zip(work.nodes[::2], work.nodes[1::2], strict=True))
         bounds = tuple(
             sized_rows(work.row, map(int, work.sizes))
@@ -331,20 +286,20 @@ class HostTable:
         return plan is not None and plan.nodes[0][1] - plan.nodes[0][0] > 1
 
     def is_void(self, plan: RoundPlan) -> bool:
-        member = self.driver.member
-        return self._turn != member.turn or self.run.stopping or member.version >= plan.version
+        member = self.member
+        return self._turn != member.turn or self.run.progress.stopping or member.version >= plan.version
 
     def parts_ways(self, plan: RoundPlan, micro: MicroBatch | None) -> bool:
-        return plan.version > self.driver.member.version
+        return plan.version > self.member.version
 
     def agree(self, plan: RoundPlan, work: RoundWork) -> Waits[Outcome | RoundPlan | None]:
         """Waits until a step is committed, there is more work, or the run stops."""
-        driver = self.driver
+        member = self.member
         if plan.has_rows and not plan.is_together:
             self._send_change(plan)
-        if (found := (yield from driver.await_step())) is None:
-            has_more = driver.member.work is not None and not self.run.stopping
-            if not has_more or (yield from driver.leave_if_asked()):
+        if (found := (yield from member.await_step())) is None:
+            has_more = member.work is not None and not self.run.progress.stopping
+            if not has_more or (yield from member.leave_if_asked()):
                 return None
             return self._next_plan()
         committed, self._means = found
@@ -352,10 +307,10 @@ class HostTable:
         told = clean_all(json.loads(committed.workers))
         self._take_place(told["ranks"])
         self.client.flush()
-        driver.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
-        driver.member.agree(committed)
+        member.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
+        member.agree(committed)
         workers = [{name: row[name] for name in WorkerStep.__slots__ if name in row} for row in told["workers"]]
-        is_window = not self.is_repeatable and not told.get("together")
+        is_window = self._alone is not None and not told.get("together")
         return Outcome(
             is_together=not is_window,
             rows=committed.rows,
@@ -375,7 +330,7 @@ class HostTable:
 
     def _send_change(self, plan: RoundPlan) -> None:
         """A window's part is done: what it came to, and then what it changed."""
-        run, work, driver = self.run, self._alone, self.driver
+        run, work, member = self.run, self._alone, self.member
         assert work is not None
         window, numbers = work.window, range(*plan.nodes[0])
         samples = window.samples + work.bad_samples
@@ -399,9 +354,9 @@ class HostTable:
             report = replace(report, buffers=work.delta.exact())
         self.client.send(report)
         if run.link.world == 1:  # to look costs ranks a sum, and they look before they agree
-            driver.check_weights(in_step=True)  # what the window began with, which its change is counted from
-        work.delta.end(samples * run.unit)
-        self.announce("sent")
+            member.check_weights(in_step=True)  # what the window began with, which its change is counted from
+        work.delta.end(samples * run.step.unit)
+        self.holder.announce("sent")
 
     def _take_mean(self, outcome: Outcome) -> None:
         assert self._mean is not None and self._alone is not None
@@ -412,16 +367,16 @@ class HostTable:
 
     def applied(self, outcome: Outcome, decision: StepDecision) -> Waits[Took]:
         assert self._means is not None
-        self.client.give_back(self._means)
+        self.listener.give_back(self._means)
         self._means = None
-        yield from self.driver.tell_applied(decision.norm, decision.fault or "")
+        yield from self.member.tell_applied(decision.norm, decision.fault or "")
         return outcome.seconds + time.perf_counter() - self._heard_at, outcome.workers
 
     def end_round(self) -> Waits[None]:
         run = self.run
         yield from self._keep()
-        if run.wants_stop and not run.stopping:
-            yield from self.driver.leave()
+        if run.progress.wants_stop and not run.progress.stopping:
+            yield from self.member.leave()
 
     def settle(self) -> None:
         """Nothing to do: as_agreed() has what was agreed on last."""
@@ -446,28 +401,28 @@ class HostTable:
     @property
     def version(self) -> int:
         """Agreements so far, which is what the host calls a step; under Sync all take each of them together."""
-        return self.driver.member.version
+        return self.member.version
 
     @property
     def is_replaying(self) -> bool:
-        return self.driver.member.is_replaying
+        return self.member.is_replaying
 
     @property
     def _is_over(self) -> bool:
-        return self.driver.member.is_over
+        return self.member.is_over
 
     @property
     def _has_left(self) -> bool:
         """This worker has left the run, which continues."""
-        return self.driver.member.left
+        return self.member.left
 
     # The run
 
     def join(self) -> None:
         run = self.run
-        if not self.driver.has_joined:
-            drive(self.driver.join())
-            if not run.caller.has_trainer and run.speaks and not self._is_over:
+        if not self.member.has_joined:
+            drive(self.member.join())
+            if not run.loop.has_trainer and run.speaks and not self._is_over:
                 from potluck.engine.joined_view import JoinedView  # only a person who looks waits for rich
 
                 self._view = JoinedView(run, run.prepared().parameter_count, self._places)
@@ -475,32 +430,32 @@ class HostTable:
     def begin_run(self, epochs: int) -> None:
         """The host says where the run stands."""
         self.join()
-        if not self.is_repeatable:
-            drive(self._keep_the_end())
+        drive(self._keep_the_end())
 
     def _keep_the_end(self) -> Waits[None]:
-        """The last agreement is on the host's disk before any loop is over with it: nobody can be made to compute that
-        window again then, which would have other bits. Until it is kept, the run may go back, and this worker with it.
+        """The last agreement is on the host's disk before any loop is over with it. Until it is kept, the run may go
+        back, and this worker with it: one whose loop was over would keep the weights of an earlier step. Nor can
+        anybody be made to compute a window again, which would have other bits.
         """
         run = self.run
-        if not run.is_at_the_end:
+        if not run.progress.is_at_the_end:
             return
         yield from self._save(keep_last=1)
         yield from self._await_saves()
-        if self._has_left or not self.driver.member.is_in:  # the run may yet end elsewhere, or has
+        if self._has_left or not self.member.is_in:  # the run may yet end elsewhere, or has
             ended = "The run has ended without this worker; the host has its weights."
             words = self.last_words() if self._has_left else ended
             self.close(None)
             raise run.interrupted(words)
-        if not run.is_at_the_end and not self._is_over:
-            run.continue_()  # the stop came after the end
+        if not run.progress.is_at_the_end and not self._is_over:
+            run.progress.continue_()  # the stop came after the end
 
     def end_of_epoch(self) -> None:
         """The host has proved the epoch, and reported that with its last step."""
         run = self.run
         assert run.loader is not None
-        if run.last_epoch is not None and run.last_epoch.epoch == run.loader.position.epoch:
-            run.events.emit(run.last_epoch)
+        if run.progress.last_epoch is not None and run.progress.last_epoch.epoch == run.loader.position.epoch:
+            run.events.emit(run.progress.last_epoch)
 
     def end_early(self, folder: Path | None) -> NoReturn:
         """Saves what is done if needed, tells the host that this worker leaves, and says so."""
@@ -516,18 +471,18 @@ class HostTable:
 
     def end_with_script(self) -> None:
         """The last weights are on the host's disk before this worker says that it has finished."""
-        if self.driver.has_joined and not self.client.is_closed:
+        if self.member.has_joined and not self.client.is_closed:
             self.end_well(None)
 
     def end_for_all(self) -> None:
-        self.driver.member.ends_for_all = True
+        self.member.ends_for_all = True
 
     def as_agreed(self) -> AbstractContextManager[None]:
         return self.works.now.as_agreed()
 
     def last_words(self) -> str:
-        member, step = self.driver.member, self.run.step_number
-        fault = member.unsaved.error if member.unsaved.step > member.saved.step else ""
+        saves, step = self.member.saves, self.run.progress.step_number
+        fault = saves.failed.error if saves.failed.step > saves.kept.step else ""
         if self._has_left:
             lost = f" {fault.removesuffix('.')}, and this worker may have had the only weights." if fault else ""
             return f"Left the run after step {step}; it continues without this worker.{lost}"
@@ -537,11 +492,11 @@ class HostTable:
         self.client.send(Wrote(sample.step, sample.prompt, sample.text))
 
     def request_stop(self) -> None:
-        self.client.ask_to_stop()
+        self.listener.ask_to_stop()
 
     def _on_stop(self) -> None:
-        self.run.ask_to_stop()
-        self.driver.member.wants_stop = why_leaving(TAKEN_BACK if is_taken_back() else "asked to stop")
+        self.run.progress.ask_to_stop()
+        self.member.wants_stop = why_leaving(TAKEN_BACK if is_taken_back() else "asked to stop")
 
     def seed_random(self, seed: int) -> None:
         """Work that is handed out draws its own numbers: nothing to do."""
@@ -570,14 +525,12 @@ class HostTable:
                     total.add(replica.loss(loss_of, batch), batch, counts=micro.counts)
             return add_up(link.gather_bytes(total.to_bytes()))
 
-        has_part = not (self.is_replaying or self._has_left or (run.stopping and self._is_over))
+        has_part = not (self.is_replaying or self._has_left or (run.progress.stopping and self._is_over))
         with self.works.now.as_agreed(), looking(replica.model):
             found = None
             if has_part:
                 size = min(len(rows), max(1, looked_at.batch_size))
-                self._sum_of = sum_of
-                evaluation = drive(self.driver.evaluate(len(rows), size))
-                self._sum_of = None
+                evaluation = drive(self.holder.evaluate(len(rows), size, sum_of))
                 if evaluation.samples:  # else this worker had no part in it
                     found = means_of(evaluation.names, evaluation.figures, evaluation.samples)
             if found is None:
@@ -595,7 +548,7 @@ class HostTable:
                 f" {len(own):,}. Give fewer at a time."
             )
         try:
-            return [each for worker in drive(self.driver.gather(own)) for each in split_bytes(worker)]
+            return [each for worker in drive(self.member.gather(own)) for each in split_bytes(worker)]
         except ValueError as error:
             raise PotluckError(f"What a worker gave to all cannot be read: {error}.") from None
 
@@ -605,12 +558,12 @@ class HostTable:
         drive(self._save(keep_last))
 
     def _save(self, keep_last: int) -> Waits[None]:
-        if not self.is_repeatable and self.version and self.driver.member.save_due >= self.version:
-            return  # a window has many steps, and one agreement
+        if self.version and self.member.saves.due >= self.version:
+            return  # it is asked for, or kept: a window has many steps and one agreement, and the end is kept anyway
         # A worker that has just caught up with the end would leave before it is saved, and end the run for all.
-        is_past = self.is_replaying and not self.run.is_at_the_end
+        is_past = self.is_replaying and not self.run.progress.is_at_the_end
         if not (is_past or self._has_left or self._is_over):
-            yield from self.driver.save(keep_last)
+            yield from self.member.save(keep_last)
 
     def state_dict(self) -> dict[str, Any]:
         """On the worker that speaks for all; where several ranks are one worker, on the first of its."""
@@ -622,9 +575,9 @@ class HostTable:
     def _keep(self) -> Waits[None]:
         """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little."""
         run = self.run
-        if run.caller.has_trainer or self.is_replaying or self._has_left or self._is_over or run.stopping:
+        if run.loop.has_trainer or self.is_replaying or self._has_left or self._is_over or run.progress.stopping:
             return
-        if run.link.gather_rows([float(self.driver.member.is_keep_due(time.monotonic()))])[0][0]:
+        if run.link.gather_rows([float(self.member.is_keep_due())])[0][0]:
             yield from self._save(keep_last=2)
 
     def load(self, folder: Path) -> bool:
@@ -637,124 +590,11 @@ class HostTable:
         drive(self._await_saves())
 
     def _await_saves(self) -> Waits[None]:
-        yield from self.driver.await_saves(until_kept=True, on_error=self._say_unsaved)
+        yield from self.member.await_saves(until_kept=True, on_error=self._say_unsaved)
 
     def _say_unsaved(self, error: str) -> None:
         if self.run.speaks:
             self.client.say(f"{error.removesuffix('.')}. It is tried again. Ctrl-C leaves all the same.")
-
-    # What MemberDriver asks for
-
-    @property
-    def rows_seen(self) -> int:
-        return self.run.rows_seen
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def send(self, message: Message) -> None:
-        self.client.send(message)
-
-    def say(self, sentence: str) -> None:
-        self.client.say(sentence)
-
-    def hear(self, timeout_s: float) -> Waits[Message | ConnectionLost | None]:
-        heard: Message | ConnectionLost | None = yield Hearing(self.client, timeout_s)
-        return heard
-
-    def connect(self) -> Waits[Welcome]:
-        welcome: Welcome = yield Connecting(self.client)
-        return welcome
-
-    def average(self, step: int, without: frozenset[int]) -> Waits[Means | None]:
-        means: Means | None = yield Averaging(self.client, step, without)
-        return means
-
-    def pass_over_until(self, step: int) -> None:
-        self.client.pass_over_until(step)
-
-    def reach(self, phase: str, step: int) -> Waits[None]:
-        yield from ()
-        enter_phase(phase, step, worker=self)
-
-    def announce(self, phase: str, step: int = 0, **what: Any) -> None:
-        """A phase of the step under way begins, or of the named one."""
-        enter_phase(phase, step or self.driver.member.version + 1, worker=self, **what)
-
-    def welcome(self) -> Welcome:
-        assert self.client.welcome is not None
-        return self.client.welcome
-
-    def describe(self) -> Description:
-        caller = self.run.caller
-        limit = caller.rows_limit or 0
-        described = replace(self.description, training=caller.training, rows_limit=limit, told=caller.about)
-        self.client.description = described
-        return described
-
-    def digest(self) -> str:
-        digest, self._glance = self.works.now.hash_weights()
-        return digest
-
-    def is_changed(self) -> bool:
-        return self._glance is None or not torch.equal(self.works.now.quick_digest(), self._glance)
-
-    def applied_message(self, version: int, digest: str, norm: float, fault: str) -> Applied:
-        return Applied(version, digest, self.run.lr, norm, fault, self.divergence)
-
-    def stand_at(self, position: Position) -> None:
-        self.run.seek(position)
-
-    def forget(self) -> None:
-        self.works.now.forget()
-
-    def stop(self) -> None:
-        self.run.stop()
-
-    def nonfinite_hint(self) -> str:
-        return self.run.prepared().nonfinite_hint()
-
-    def look_at(self, start: int, end: int) -> Waits[Looked]:
-        yield from ()
-        assert self._sum_of is not None
-        looked = self._sum_of(start, end)
-        return Looked(looked.names, looked.figures, looked.samples)
-
-    def receive_state(self, step: int, header: str) -> None:
-        self._states.receive(step, header)
-
-    def take_chunk(self, data: bytes | memoryview) -> Waits[None]:
-        yield from ()
-        self._states.take_chunk(data)
-
-    def drop_state(self) -> None:
-        self._states.drop()
-
-    def load_state(self) -> tuple[int, int]:
-        """From a folder that all ranks see."""
-        run, folder = self.run, self._states.arrived()
-        standing = self._saves.load(folder, run.prepared(), partial(check_position, run))
-        assert standing is not None and run.loader is not None
-        run.link.gather_rows([0.0])  # until all ranks have read it
-        self.works.start_anew()
-        self.was_moved |= standing["epoch"] != run.loader.position.epoch
-        restore_position(run, standing)
-        self._states.drop()
-        return run.at.version, run.at.step
-
-    def serve_state(self, transfer: int, version: int) -> Waits[None]:
-        yield from ()
-        self._states.serve(transfer, version, self._snapshot)
-
-    def _snapshot(self, folder: Path) -> Callable[[], Path | None]:
-        """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
-        run = self.run
-        with self.looking.aside(), self.works.now.as_agreed():
-            standing, kept = take_position(run)
-            write = self._saves.take(folder, run.prepared(), standing, kept, with_randoms=False)
-            self.driver.check_weights()
-        assert write is not None
-        return write
 
     # The end
 
@@ -773,11 +613,9 @@ class HostTable:
         if self.client.is_closed:
             return
         if finished:
-            drive(self.driver.finish())
-        self.driver.member.end()
-        self._states.close()
-        self.client.close()
-        self._states.remove()
+            drive(self.member.finish())
+        self.member.end()
+        self.holder.close()
         if self._view is not None:
             self._view.close()
         if finished:

@@ -4,13 +4,13 @@ import sys
 import time
 from pathlib import Path
 
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.events import RunEnded, RunStarted
 from potluck.show.progress import Progress
 
 
 class JoinedView:
-    def __init__(self, run: RunState, parameters: int, workers: int) -> None:
+    def __init__(self, run: RunParts, parameters: int, workers: int) -> None:
         self._run = run
         self._progress, self._shown_at = Progress(), time.monotonic()
         run.events.listeners.append(self._progress)
@@ -23,8 +23,8 @@ class JoinedView:
                 parameters=parameters,
                 unit="rows",
                 batch_size=run.loader.batch.size if run.loader is not None else 0,
-                steps_total=run.caller.about.get("steps_total", 0),
-                from_step=run.step_number,
+                steps_total=run.loop.about.get("steps_total", 0),
+                from_step=run.progress.step_number,
             )
         )
 
@@ -32,12 +32,12 @@ class JoinedView:
         run, last = self._run, self._run.events.last_step
         self._progress(
             RunEnded(
-                reason="interrupted" if run.stopping else "finished",
-                step=run.step_number,
-                rows_seen=run.rows_seen,
+                reason="interrupted" if run.progress.stopping else "finished",
+                step=run.progress.step_number,
+                rows_seen=run.progress.rows_seen,
                 seconds=time.monotonic() - self._shown_at,
                 loss=last.loss if last is not None else None,
                 validation_loss=None,
-                skipped=run.skipped,
+                skipped=run.progress.at.skipped,
             )
         )

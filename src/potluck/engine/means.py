@@ -1,6 +1,6 @@
 """Mean: how the mean of all replicas is formed. LinkMean adds up parameters over a link, CodedLinkMean what was changed
-in them, in fewer bits; HostMean has a host average what each worker changed, and NodeMean what several ranks hold
-between them. What travels passes through start(), and nowhere else. Knows nothing of windows.
+in them, in fewer bits; HostMean has a host average what each worker changed. What travels passes through start(), and
+nowhere else. Knows nothing of windows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,7 @@ from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import FlatRun
 
 if TYPE_CHECKING:
-    from potluck.engine.node_client import NodeClient
-    from potluck.engine.node_sums import NodeParts
+    from potluck.engine.node_sums import CollectParts, NodeParts
 
 FLAT_BYTES = 32 << 20
 """The size of one buffer: while one of them travels, the next is filled."""
@@ -217,8 +216,6 @@ class HostMean(Mean):
     """A host forms it, part by part, from what its workers send."""
 
     of_changes = True
-    collected: "NodeParts | None" = None
-    """How parts are put together, where several ranks hold the replica."""
 
     def __init__(
         self,
@@ -228,11 +225,13 @@ class HostMean(Mean):
         coding: Coding | None = None,
         *,
         has_moments: bool = False,
+        collect_parts: "CollectParts | None" = None,
     ) -> None:
         """`send(part, numbers)`; `clear()`: until what was sent has left. `allocate`: for tensors that it prefers.
 
         `coding`: how changes travel. A state that a worker sends is everybody's, and so has no error feedback in it.
         `has_moments`: what the optimizer keeps travels too, and nothing that coding left out of it is kept.
+        `collect_parts`: how they are put together, where several ranks hold the replica. The first of them sends all.
         """
         self._has_moments = has_moments
         self.moments: HostMoments | None = None
@@ -240,6 +239,8 @@ class HostMean(Mean):
         self._clear = clear
         self._feedback = ErrorFeedback(coding) if coding is not None else None
         self._allocate = allocate or _zeros
+        self._collect_parts = collect_parts
+        self.collected: NodeParts | None = None
         self.described: tuple[Part, ...] = ()
         self._told: tuple[Sequence[Tensor], bytes] = (), b""
 
@@ -258,6 +259,10 @@ class HostMean(Mean):
             parts += self.moments.describe(parts)
         self.described = parts + buffers.parts
         self._moments_at = len(planned)
+        if self._collect_parts is not None:
+            each = len(self.moments.blocks) if self.moments is not None else 0
+            own = runs + [run for run in runs for _ in range(each)]
+            self.collected = self._collect_parts(self.described[: len(own)], own, self.described[len(own) :])
         return [FlatBuffer(each, self._allocate) for each in runs]
 
     def clear(self) -> None:
@@ -267,6 +272,10 @@ class HostMean(Mean):
         return nullcontext()
 
     def start(self, index: int, numbers: Tensor) -> None:
+        if self.collected is not None:
+            if (whole := self.collected.collect(index, numbers)) is None:
+                return
+            numbers = whole
         if self._feedback is not None and index < self._moments_at:
             self._feedback.code(index, numbers)
         self._send(index, numbers)
@@ -303,43 +312,6 @@ class HostMean(Mean):
     def forget(self) -> None:
         if self._feedback is not None:
             self._feedback.clear()
-
-
-class NodeMean(HostMean):
-    """A host forms it of a replica that several ranks of one machine hold between them.
-
-    Each rank has what it holds, and the first sends the parts.
-    """
-
-    def __init__(
-        self,
-        send: Callable[[int, Tensor], None],
-        clear: Callable[[], None],
-        client: "NodeClient",
-        *,
-        coding: Coding | None = None,
-        has_moments: bool = False,
-        norms_on: torch.device | None = None,
-    ) -> None:
-        """`coding`: how changes travel; what that leaves out is kept by the first rank. `norms_on`: where gradients
-        travel in the same parts, whose norms come with them."""
-        super().__init__(send, clear, coding=coding, has_moments=has_moments)
-        self._client = client
-        self._norms_on = norms_on
-
-    def lay_out(self, replica: Replica, buffers: SavedBuffers) -> list[FlatBuffer]:
-        flats = super().lay_out(replica, buffers)
-        each = len(self.moments.blocks) if self.moments is not None else 0
-        held = [flat.runs for flat in flats] + [flat.runs for flat in flats for _ in range(each)]
-        described, wholes = self.described[: len(held)], self.described[len(held) :]
-        self.collected = self._client.collect_parts(described, held, wholes, self._norms_on)
-        return flats
-
-    def start(self, index: int, numbers: Tensor) -> None:
-        assert self.collected is not None
-        whole = self.collected.collect(index, numbers)
-        if whole is not None:
-            super().start(index, whole)
 
 
 def _zeros(total: int, like: Tensor) -> Tensor:

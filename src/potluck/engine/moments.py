@@ -180,7 +180,8 @@ class Moments:
             if kept:
                 kept[key].view_as(piece).copy_(piece)
             elif id(parameter) in counted:
-                begun.setdefault(id(parameter), {})[key] = piece.to(parameter, copy=True).view_as(parameter)
+                own = torch.empty_like(parameter.detach()).copy_(piece.view_as(parameter))  # it lies as that does
+                begun.setdefault(id(parameter), {})[key] = own
         for parameter in self._stepped():
             kept = self._state.get(parameter) or begun.get(id(parameter), {})
             for key, value in counted.get(id(parameter), {}).items():

@@ -19,7 +19,6 @@ from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import ROOM, FlatRun, norms_of
 
 if TYPE_CHECKING:
-    from potluck.engine.node_client import NodeClient
     from potluck.engine.sharded import ShardedReplica
 
 Stretch = tuple[int, int]
@@ -97,6 +96,10 @@ class NodeParts:
         return _join(whole, held[0], norms)
 
 
+CollectParts = Callable[[Sequence[Part], Sequence[Sequence[FlatRun]], Sequence[Part]], NodeParts]
+"""(parts, what this rank holds of each of them, parts that it has all of)."""
+
+
 def ranges_in_part(runs: Sequence[FlatRun]) -> list[Stretch]:
     """Where in a part, its parameters end to end, these runs of each of them lie."""
     ranges, at = [], 0
@@ -121,15 +124,14 @@ class SplitGradients:
     def __init__(
         self,
         replica: "ShardedReplica",
-        client: "NodeClient",
+        collect_parts: CollectParts,
         buffers: Sequence[Part],
         collected: NodeParts | None = None,
         coding: Coding | None = None,
     ) -> None:
-        """`buffers`: what travels beside the gradients, and every rank has all of. `collected`: how parts are put
-        together, where windows travel in the same ones. `coding`: how parts travel; the ranks send each other floats,
-        and round blocks that lie on several of them alike."""
-        self._client = client
+        """`collect_parts`: how parts are put together; `collected`: where windows travel in the same ones, they are.
+        `buffers`: what travels beside the gradients, and every rank has all of. `coding`: how parts travel; the ranks
+        send each other floats, and round blocks that lie on several of them alike."""
         self._replica = replica
         model, sharded = replica.model, replica.sharded
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -153,9 +155,7 @@ class SplitGradients:
             )
             for (part, _), own in zip(planned, held, strict=True)
         ]
-        self._collected = collected or client.collect_parts(
-            [part for part, _ in planned], held, buffers, norms_on=replica.device
-        )
+        self._collected = collected or collect_parts([part for part, _ in planned], held, buffers)
         self.on_part: Callable[[], None] = lambda: None
 
     def _round(self, coding: Coding, part: Part, stretches: Sequence[Stretch], sum_: Tensor) -> None:

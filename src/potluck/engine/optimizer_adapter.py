@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from potluck.agree.turns import Turns
 from potluck.errors import ConfigError
 from potluck.patches import replace_attribute
-from potluck.sharding.runs import in_host_memory, sees_nothing, state_at
+from potluck.sharding.runs import in_host_memory, laid_out, sees_nothing, state_at
 from potluck.sharding.united_optimizers import TurnOptimizer, each_of
 
 
@@ -80,7 +80,8 @@ class OptimizerAdapter:
             self._is_stepping = False
 
     def step(self) -> None:
-        with self.stepping(), self._copies.gradients() if self._copies is not None else nullcontext():
+        copied = self._copies.gradients() if self._copies is not None else nullcontext()
+        with self.stepping(), copied, laid_out(self.optimizer):
             self.optimizer.step()
 
     def writes(self) -> AbstractContextManager[None]:

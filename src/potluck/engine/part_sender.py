@@ -1,7 +1,5 @@
 """PartSender: parts of a gradient, or of what a window changed, on their way to a host; off a GPU beside the work."""
 
-from typing import TYPE_CHECKING, cast
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -10,16 +8,13 @@ from potluck.coded_numbers import Coding, Floats
 from potluck.coded_tensors import encode
 from potluck.devices import synchronize
 from potluck.engine.buckets import Allocate
-from potluck.fleet.client import Client
-
-if TYPE_CHECKING:
-    from potluck.engine.host_table import HostTable
+from potluck.engine.host_holder import HostHolder
 
 
 class PartSender:
-    def __init__(self, table: "HostTable", device: torch.device) -> None:
-        self._table = table
-        self._client = table.client
+    def __init__(self, holder: HostHolder, device: torch.device) -> None:
+        self._holder = holder
+        self._client = holder.client
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._hosted: list[Tensor] = []
@@ -29,7 +24,7 @@ class PartSender:
         """For tensors that a host on this machine can read where they are."""
         if self._device.type != "cpu":
             return None
-        client = cast(Client, self._client)  # ranks that hold a replica together have room for parts of it
+        client = self._client
         client.make_room(sum(p.numel() for p in model.parameters() if p.requires_grad))
         return lambda total, like: torch.from_numpy(client.allocate(total))
 
@@ -43,8 +38,8 @@ class PartSender:
 
     def send(self, part: int, numbers: Tensor) -> None:
         """Send a part of the step that is under way."""
-        self._table.announce("part", part=part, gradients=numbers)
-        step, coding = self._table.version + 1, self._coding_of(part)
+        self._holder.announce("part", part=part, gradients=numbers)
+        step, coding = self._holder.version + 1, self._coding_of(part)
         if numbers.device.type != "cuda":
             numbers = numbers.cpu()
             if coding is None:

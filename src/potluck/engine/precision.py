@@ -24,7 +24,7 @@ from potluck.sharding.united_optimizers import each_of
 from potluck.stages.forms import map_tensors
 
 if TYPE_CHECKING:
-    from potluck.engine.run_state import RunState
+    from potluck.engine.run_parts import RunParts
 
 Precision = Literal["fp32", "bf16", "fp16"]
 HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -264,7 +264,7 @@ def _refresh(entered: Entered) -> None:
 
 
 @torch.no_grad()
-def keep_masters(run: "RunState", model: nn.Module, optimizer: Optimizer) -> None:
+def keep_masters(run: "RunParts", model: nn.Module, optimizer: Optimizer) -> None:
     """Where a host leads a run whose replicas are whole: what is trained travels as float32. Elsewhere bf16 parameters
     are stepped as they are, as by PyTorch alone."""
     if not run.wanted.has_host or run.composition.split is not None:

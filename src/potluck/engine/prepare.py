@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
@@ -27,7 +27,7 @@ from potluck.sharding.united_optimizers import JointOptimizer, TurnOptimizer, ea
 from potluck.words import plural
 
 if TYPE_CHECKING:
-    from potluck.engine.run_state import RunState
+    from potluck.engine.run_parts import RunParts
 
 
 class ListOfModels(nn.ModuleList):
@@ -226,11 +226,38 @@ def warn_of_single_rows(layer: str, loader: Loader, pipelines: int, notice: Call
     )
 
 
-def check_same_data(run: "RunState", loader: Loader) -> None:
+def training_settings(optimizer: Any, clip: float | None, wire: str = "fp32") -> dict[str, Any]:
+    """Return what an optimizer does to a gradient, and before it: by name, and a list where its groups differ."""
+    settings: dict[str, Any] = {"optimizer": type(optimizer).__name__, "step.clip": clip}
+    if wire != "fp32":  # else it is not told, as by an older version
+        settings["wire"] = wire
+    groups = getattr(optimizer, "param_groups", [])
+    for name in sorted({name for group in groups for name in group} - _OWN_AFFAIRS):
+        values = [_plain(group.get(name)) for group in groups]
+        if None not in values:
+            settings[f"optimizer.{name}"] = values[0] if all(value == values[0] for value in values) else values
+    return settings
+
+
+_OWN_AFFAIRS = {"params", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+"""Settings of an optimizer's group that say how this machine computes a step, not what it computes."""
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it; None if it cannot."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return None if None in items else items
+    return value if isinstance(value, bool | int | str | float) else None
+
+
+def check_same_data(run: "RunParts", loader: Loader) -> None:
     """Workers that planned different steps would wait for each other forever, and none may train on other rows."""
     data, training, own_rank = (
         run.look_at_data(loader.dataset, elsewhere=loader.fetching if loader.batch.fetchers else None),
-        run.caller.training,
+        run.loop.training,
         run.link.rank,
     )
     mine = f"{plural(loader.rows, 'row')} in batches of {loader.batch.size:,}, {loader.order.tell(loader.seed)}"

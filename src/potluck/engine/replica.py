@@ -45,7 +45,6 @@ from potluck.sharding.runs import (
 )
 
 if TYPE_CHECKING:
-    from potluck.engine.run_state import StepTally
     from potluck.sharding.sharded import Sharded
 
 
@@ -63,6 +62,22 @@ class GradientForm:
         return self.coding is not None or self.is_measured
 
 
+@dataclass(slots=True)
+class StepTally:
+    """This worker's part of the step that is under way."""
+
+    loss_sum: Tensor
+    started: float
+    samples: float = 0.0
+    rows: int = 0
+    is_last: bool = False
+    """Whether its last backward is done."""
+    is_untouched: bool = False
+    """Batches are the caller's own, and there was no backward yet."""
+    only_samples: float | None = None
+    """The samples of the step's only backward, where nobody else's gradient is added to it."""
+
+
 @dataclass(frozen=True, slots=True)
 class MicroPass:
     """A micro-batch on its way through a replica."""
@@ -73,7 +88,7 @@ class MicroPass:
     """The seed of its random numbers, where stages compute it."""
     per: float
     """By how many samples a gradient is divided from its backward on."""
-    tally: "StepTally"
+    tally: StepTally
     """To which stages add what they have computed."""
 
 
@@ -211,6 +226,8 @@ class Replica:
 
     def prepare_sums(self) -> None:
         """Gradients will be summed over other ranks, if not in every step: see step_with()."""
+        if self._buckets is not None:
+            return
         is_fine = self._form.may_be_coded
         self._buckets = GradBuckets(self.model, find_blocks(self.model), self._start_sum, is_fine=is_fine)
         self.on_close.callback(self._buckets.close)

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from potluck.account import Told, tell_with
+from potluck.agree.step_report import StepDecision
 from potluck.data.plan import MicroBatch
 from potluck.engine.evaluate import STEP_TOO_EARLY, check_mean
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan, Table, Wait, Waits, Works
 from potluck.errors import ConfigError, PotluckError
-from potluck.events import StepDone, StepSkipped
+from potluck.events import StepDone, StepSkipped, WorkerStep
 from potluck.words import duration
 
 
@@ -38,7 +39,7 @@ Asked = TypeVar("Asked", Give, StepEnd)
 
 
 class Round:
-    def __init__(self, run: RunState, table: Table) -> None:
+    def __init__(self, run: RunParts, table: Table) -> None:
         self._run = run
         self._table = table
         self._works: Works | None = None
@@ -99,8 +100,9 @@ class Round:
                         is_void = table.is_void(plan)
                         word = None if is_void else work.end(given.micro)  # into the sums; or an own step
                 if is_void:
+                    self._run.prepared().restore_buffers()  # a forward may have come after the run was moved
                     work.forget()
-                    self._run.forget_round()
+                    self._run.step.begin_again()
                 answer = None if is_void else (yield from table.agree(plan, work))
             self._plan = None
             if answer is not None:
@@ -113,27 +115,41 @@ class Round:
         """All have agreed: each applies the same, and stands where the others do."""
         run, table = self._run, self._table
         work = self.works.of(is_together=outcome.is_together)  # one that was given nothing learns the kind here
-        steps_before = run.steps_done
+        steps_before = run.progress.at.step
         if outcome.skipped:
-            run.skipped_steps(outcome.skipped, outcome.skipped_rows)
-        run.agreed(outcome.rows, end=outcome.end)
+            run.progress.skipped_steps(outcome.skipped, outcome.skipped_rows)
+        run.progress.agreed(outcome.rows, end=outcome.end)
         decision = work.apply(outcome)  # a step along the mean gradient, the mean change, or neither
         seconds, workers = yield from table.applied(outcome, decision)
         event: StepDone | StepSkipped
         if decision.fault is None:
-            event = run.step_done(decision, run.lr, seconds, workers)
+            event = self._step_done(decision, seconds, workers)
         else:
-            event = run.skip(decision, step=run.step_number)
-            run.skipped_steps(1, outcome.rows)
+            event = run.step.skip(decision, step=run.progress.step_number)
+            run.progress.skipped_steps(1, outcome.rows)
         if outcome.epoch is not None:
-            run.prove(outcome.epoch)
+            run.progress.prove(outcome.epoch)
         if outcome.stops:
-            run.stop()
+            run.progress.stop()
         run.tell(event)  # Diverged after too many bad steps in a row
         run.tell_agreed(steps_before)  # callbacks, which may evaluate, save and gather over the table
         yield from table.end_round()
-        run.start_of_step()
+        run.step.begin()
         return event
+
+    def _step_done(self, decision: StepDecision, seconds: float, workers: tuple[WorkerStep, ...]) -> StepDone:
+        progress, loader = self._run.progress, self._run.loader
+        return StepDone(
+            step=progress.step_number,
+            epoch=loader.position.epoch if loader is not None else 0,
+            rows_seen=progress.rows_seen,
+            samples=decision.samples,
+            loss=decision.loss,
+            lr=self._run.rates.now,
+            grad_norm=decision.norm,
+            seconds=seconds,
+            workers=workers,
+        )
 
     # What advances it
 
@@ -152,8 +168,7 @@ class Round:
 
     def _refuse_without_step(self, micro: MicroBatch | None) -> None:
         """A forgotten step() would leave the other workers waiting for this one's gradients."""
-        plan, work = self._plan, self.works.now
-        if micro is None or plan is None or self._table.is_void(plan) or not (micro.last or work.ends_each):
+        if micro is None or self._plan is None or self._is_void or not (micro.last or self.works.now.ends_each):
             return
         turn, each = " for one optimizer's turn", ": with several optimizers each batch comes once for each"
         several = self._run.turns.count > 1
@@ -169,6 +184,9 @@ class Round:
             self._open = self._advance(Give)  # the loop brings batches of its own: the step begins with the first
         if self._open is None:
             self._table.refuse_own_rows()
+        if self._is_void:  # these rows are to do again, here or elsewhere; step() ends them
+            self._run.step.stand_in.close()
+            return
         loader = self._run.loader
         micro = loader.current if loader is not None else None
         self.works.now.backward(micro, loss, samples, last)
@@ -182,14 +200,19 @@ class Round:
                 raise ConfigError(STEP_TOO_EARLY)
             return None
         work, micro = self.works.now, loader.current if loader is not None else None
-        if not work.is_ready(micro):
-            is_owed = run.tally.is_untouched if micro is None else micro.last or work.ends_each
-            if is_owed and (micro is None or micro is not run.trained):
+        if not self._is_void and not work.is_ready(micro):
+            is_owed = run.step.tally.is_untouched if micro is None else micro.last or work.ends_each
+            if is_owed and (micro is None or micro is not run.step.trained):
                 raise ConfigError(STEP_TOO_EARLY)
             return None
         self._open = None
         told = self._advance(StepEnd)
         return told.event if told is not None else None
+
+    @property
+    def _is_void(self) -> bool:
+        """Whether what the loop has called since it was given rows, such as evaluate(), has moved the run."""
+        return self._plan is not None and self._table.is_void(self._plan)
 
     @property
     def is_under_way(self) -> bool:

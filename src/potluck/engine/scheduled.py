@@ -8,8 +8,9 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from potluck.agree.turns import Turns
 from potluck.errors import CheckpointError, ConfigError
 from potluck.save.state import Tensors, flatten, unflatten
+
+if TYPE_CHECKING:
+    from potluck.engine.run_parts import RunParts
 
 WHOSE = "The scheduler's "
 
@@ -192,6 +196,54 @@ class _OfTurn:
 
 
 Scheduled = RunScheduler | TurnSchedulers
+
+
+BEYOND_PEAK = 1 / 3
+"""A replica's rate may exceed the peak of its schedule by this power of what would make up for its noise."""
+
+
+class Rates:
+    """The learning rate of a run: its scheduler's, or a function's of the rows seen, or its owner's."""
+
+    def __init__(self, run: "RunParts") -> None:
+        self._run = run
+
+    @property
+    def now(self) -> float:
+        return float(self._run.prepared().optimizer.param_groups[0]["lr"])
+
+    def set(self, rows: int, step: int | None = None) -> None:
+        """Sets the rate of the step that is being applied. `rows`: of all workers, by its end. `step`: the number of
+        it, counted from 0, if that does not follow from them."""
+        scheduled, factor = self._run.scheduled, self._run.loop.lr_factor
+        if scheduled is not None:
+            scheduled.go_to(self._run.progress.step_of_schedule(rows) if step is None else step)
+        if factor is not None:
+            for group in self._run.prepared().optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor(rows)
+
+    @contextmanager
+    def stretched(self, stretch: float) -> Iterator[None]:
+        """The rate is so many times as high meanwhile, but not much higher than the peak of its schedule.
+
+        Where it has none, it is left alone.
+        """
+        groups = self._run.prepared().optimizer.param_groups if stretch > 1 else []
+        rates = [group["lr"] for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            if "initial_lr" in group and rate > 0:
+                most = max(group["initial_lr"], group.get("max_lr", 0.0)) * stretch**BEYOND_PEAK
+                group["lr"] = rate * max(1.0, min(stretch, most / rate))
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def agree(self) -> None:
+        """All stand at the same step again."""
+        if self._run.scheduled is not None:
+            self._run.scheduled.agree(self._run.progress.whole_steps)
 
 
 def _without_steps(kind: type[LRScheduler]) -> type[LRScheduler]:

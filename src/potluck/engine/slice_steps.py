@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -13,9 +12,10 @@ from potluck.agree.step_report import StepDecision, decide_mean
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, MicroBatch, plan_step
 from potluck.data.rows import mix
+from potluck.engine.host_holder import HostHolder
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Replica
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.engine.slices import Gradients, SliceSums
 from potluck.engine.table import Give, Outcome, RoundPlan
 from potluck.events import StepSkipped
@@ -27,19 +27,16 @@ ANY_ROWS = BatchConfig(size=1 << 31)
 """A slice goes through the model at once, however many rows it has."""
 
 
-if TYPE_CHECKING:
-    from potluck.engine.host_table import HostTable
-
-
 class SliceSteps:
     ends_each = True
+    drift = 0.0
 
     def __init__(
-        self, run: RunState, replica: Replica, table: "HostTable", sender: PartSender, gradients: Gradients
+        self, run: RunParts, replica: Replica, holder: HostHolder, sender: PartSender, gradients: Gradients
     ) -> None:
         self._run = run
         self._replica = replica
-        self._table = table
+        self._holder = holder
         self._sender = sender
         self.sums = SliceSums(replica.model, gradients, replica.link, sender.send)
         self.sums.before_last_part = self._send_used
@@ -124,11 +121,11 @@ class SliceSteps:
     def backward(self, micro: MicroBatch | None, loss: Tensor, samples: float, last: bool | None) -> None:
         """`last`: of this slice, of which a loop may give several."""
         assert micro is not None
-        last, unit = last is not False, self._run.unit
+        last, unit = last is not False, self._run.step.unit
         if micro.number == 0:
-            self._table.announce("forward")
+            self._holder.announce("forward")
         self._replica.arm(last=last)
-        self._run.stand_in.close()
+        self._run.step.stand_in.close()
         samples = samples if micro.weighs else 0.0
         if samples:
             self._loss += loss.detach().item() * samples
@@ -138,40 +135,40 @@ class SliceSteps:
             if micro.last:
                 self._send_report()
         self.sums.arm(communicate=last)
-        self.sums.scale, self.sums.may_overflow = self._run.scale.factor, self._run.scale.may_fall
+        self.sums.scale, self.sums.may_overflow = self._run.step.scale.factor, self._run.step.scale.may_fall
         if samples:
-            (loss * (samples * self._run.gradient_unit)).backward()  # type: ignore[no-untyped-call]
+            (loss * (samples * self._run.step.gradient_unit)).backward()  # type: ignore[no-untyped-call]
         self._replica.end_backward()
         if last:
             self.sums.finish_slice(self._samples, unit)
-            self._run.note_trained(micro)
+            self._run.step.note_trained(micro)
         self._replica.seal()
 
     def is_ready(self, micro: MicroBatch | None) -> bool:
-        return micro is not None and micro is self._run.trained
+        return micro is not None and micro is self._run.step.trained
 
     def end(self, micro: MicroBatch | None) -> StepSkipped | None:
         self._replica.unseal()
         if micro is not None and micro.last:
-            self._table.announce("sent")
+            self._holder.announce("sent")
         return None
 
     def apply(self, outcome: Outcome) -> StepDecision:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
         norm = sums.load(outcome.means, outcome.used)
-        overflow = outcome.overflow if run.scale.is_on else None
+        overflow = outcome.overflow if run.step.scale.is_on else None
         decision = decide_mean(outcome.samples, outcome.loss, norm, 1.0, run.config.clip, overflow)
-        run.scale.learn(outcome.samples, outcome.rows)
+        run.step.scale.learn(outcome.samples, outcome.rows)
         if decision.fault is not None:
             sums.restore_buffers()
         else:
             sums.apply_buffers(outcome.means, outcome.buffers)
-            run.good_step()
-            run.set_lr(run.rows_seen)
+            run.step.is_good()
+            run.rates.set(run.progress.rows_seen)
             self._replica.apply(decision.scale)
             sums.reset()
-        run.next_turn()
+        run.step.end_turn()
         return decision
 
     # What all agreed on
@@ -194,23 +191,20 @@ class SliceSteps:
         self.sums.reset()
         self.sums.restore_buffers()
 
-    def _send(self, report: SliceReport) -> None:
-        self._table.send(report)
-
     def _send_report(self) -> None:
         numbers = np.array(list(self._reports), "<u4")
         mine = [number for report in self._reports.values() for number in report]
         found = np.sum(np.array(self._replica.link.gather_rows(mine), "<f8"), axis=0).reshape(-1, 2)
-        self._send(SliceReport(self._version, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
+        self._holder.send(SliceReport(self._version, numbers, found[:, 0].copy(), found[:, 1].copy(), 0.0, b""))
 
     def _send_used(self) -> None:
         """Report which parameters the slices used, and how long they took: both are known when the last part is."""
         self._sender.synchronize()
         busy_s = time.perf_counter() - self._started
-        self._table.driver.check_weights(in_step=True)  # before the last part, without which nothing is committed
+        self._holder.member.check_weights(in_step=True)  # before the last part, without which nothing is committed
         none, overflowed = np.zeros(0), self._has_overflowed()
         report = SliceReport(self._version, none.astype("<u4"), none, none, busy_s, self.sums.used_bits())
-        self._send(replace(report, overflowed=1) if overflowed else report)
+        self._holder.send(replace(report, overflowed=1) if overflowed else report)
 
     def _has_overflowed(self) -> bool:
         """Here, or on another rank of this worker."""
@@ -220,9 +214,9 @@ class SliceSteps:
 
     def _send_exact(self, exact: bytes) -> None:
         none = np.zeros(0)
-        self._send(SliceReport(self._version, none.astype("<u4"), none, none, 0.0, b"", buffers=exact))
+        self._holder.send(SliceReport(self._version, none.astype("<u4"), none, none, 0.0, b"", buffers=exact))
 
     @property
     def _version(self) -> int:
         """The agreement that the slices lead to."""
-        return self._table.version + 1
+        return self._holder.version + 1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from potluck.coded_numbers import Coding
 from potluck.coded_tensors import round_
-from potluck.engine.buckets import Allocate, GradBucket, find_units, split_like
+from potluck.engine.buckets import Allocate, BucketQueue, GradBucket, find_units, split_like
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
@@ -121,7 +121,7 @@ class Gradients(Protocol):
         """The averages become the gradient that a step applies; what nobody used has none. Its norm."""
 
 
-class WholeGradients:
+class WholeGradients(BucketQueue):
     """Gradients of a replica that this process has all of. Parts leave one by one while the backward still runs."""
 
     def __init__(self, replica: Replica, allocate: Allocate | None = None, coding: Coding | None = None) -> None:
@@ -130,40 +130,26 @@ class WholeGradients:
         self._replica = replica
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         check_float32(self._trained)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._index = {id(parameter): index for index, parameter in enumerate(self._trained)}
         self._used = [False] * len(self._trained)
         planned = plan_parts(model, find_blocks(model))
-        self._buckets = [GradBucket(parameters, allocate) for _, parameters in planned]
-        pairs = zip(planned, self._buckets, strict=True)
+        buckets = [GradBucket(parameters, allocate) for _, parameters in planned]
+        pairs = zip(planned, buckets, strict=True)
         rounds = partial(round_, coding) if coding is not None else None
         self.parts = [PartSums(part, bucket.flat, allocate, rounds) for (part, _), bucket in pairs]
         self.on_part: Callable[[], None] = lambda: None
-        self.is_idle = False
-        self._communicate = False
-        self._completed = 0
-        for bucket in self._buckets:
-            for index, parameter in enumerate(bucket.parameters):
-                hook = parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
-                replica.on_close.callback(hook.remove)
+        super().__init__(buckets, names, self._complete)
+        replica.on_close.callback(self.close)
 
     def start_work(self) -> None:
         self._used = [False] * len(self._trained)
 
     def start_slice(self) -> None:
-        self._completed = 0
-        self._communicate = False
-        for bucket in self._buckets:
-            bucket.reset()
-            for parameter in bucket.parameters:
-                parameter.grad = None
-
-    def arm(self, *, communicate: bool) -> None:
-        self._communicate = communicate
+        self.reset()
 
     def finish(self) -> None:
-        while self._completed < len(self._buckets):
-            self._complete()
+        self.start_rest()
 
     def used_bits(self) -> bytes:
         return as_bits(self._used)
@@ -172,32 +158,18 @@ class WholeGradients:
         return numbers
 
     def load(self, means: Sequence[Tensor], used: bytes) -> float:
-        for bucket, mean in zip(self._buckets, means, strict=False):
+        for bucket, mean in zip(self.buckets, means, strict=False):
             for parameter, piece in zip(
                 bucket.parameters, split_like(mean.to(bucket.flat.device), bucket.parameters), strict=True
             ):
                 is_used = is_set(used, self._index[id(parameter)]) and self._replica.adapter.steps_now(
-                    self._names[id(parameter)]
+                    self.names[id(parameter)]
                 )
                 parameter.grad = piece if is_used else None
         return float(self._replica.norm().item())
 
-    def _hook(self, bucket: GradBucket, index: int) -> Callable[[Tensor], None]:
-        def on_gradient(parameter: Tensor) -> None:
-            if self.is_idle:
-                return
-            bucket.on_gradient(index, self._names[id(parameter)], is_last=self._communicate)
-            if self._communicate:
-                while self._completed < len(self._buckets) and not self._buckets[self._completed].missing:
-                    self._complete()
-
-        return on_gradient
-
-    def _complete(self) -> None:
+    def _complete(self, bucket: GradBucket) -> None:
         """The slice's gradient of the next part is whole. Parts are completed in their order."""
-        bucket = self._buckets[self._completed]
-        self._completed += 1
-        bucket.complete()
         for parameter, arrived in zip(bucket.parameters, bucket.arrived, strict=True):
             self._used[self._index[id(parameter)]] |= arrived
         self.on_part()

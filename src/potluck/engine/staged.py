@@ -25,9 +25,8 @@ from potluck.engine.sharded import ShardedReplica
 from potluck.errors import ConfigError
 from potluck.link.grid import Grid
 from potluck.sharding.whole_steps import check_hooks
-from potluck.stages.channel import Channel
 from potluck.stages.cut import CutStage
-from potluck.stages.pipeline import PipelineRunner
+from potluck.stages.pipeline import Channel, PipelineRunner
 from potluck.stages.protocol import Schedule
 from potluck.stages.schedule import forward_only, plan_orders
 from potluck.stages.stage_modules import CutModel, StageModules, StageShard, Ties

@@ -4,7 +4,7 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
@@ -21,15 +21,13 @@ from potluck.environment import PATIENCE_S, RETURNING, check_patience
 from potluck.files import write_whole
 from potluck.fleet.client import Client
 from potluck.fleet.invite import INVITE, Invite, read_invite
+from potluck.fleet.listener import Listener
 from potluck.link.link import Alone, GroupLink, Link, placed
 from potluck.link.link import connect as join_group
 from potluck.link.ranks import asked_ranks, is_later_rank, meet, ranks_here
 from potluck.logs import configure_logs
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import CommunicationProtocol, Stages
-
-if TYPE_CHECKING:
-    from potluck.engine.node_client import NodeClient
 
 
 def init(
@@ -68,7 +66,7 @@ def init(
     if wanted.has_host:
         wanted = _with_ranks(wanted)  # what is refused must not have joined
         is_first = wanted.world == 1 or not is_later_rank()
-        client = connect(read_invite(None), device, wanted.world) if is_first else None
+        client = connect(read_invite(None), device, wanted.world, is_first=is_first)
         return hosted_engine(*as_one_worker(client, device, wanted.world), wanted, step)
     if stages is not None:
         return _in_stages(wanted, stages, device, step, patience_s)
@@ -80,13 +78,11 @@ class Joined:
     """A process that has joined the host of its invite, and does not know yet what it trains: the host says so."""
 
     def __init__(self) -> None:
-        self._device, self._link = choose_device(), cast(Link, Alone())
-        self._client: Client | NodeClient
-        if is_later_rank():
-            ranks = int(os.environ["WORLD_SIZE"])
-            self._client, self._device, self._link = as_one_worker(None, self._device, ranks)
-        else:
-            self._client = connect(read_invite(None), self._device, asked_ranks() or 1)
+        self._device, is_later = choose_device(), is_later_rank()
+        self._client = connect(read_invite(None), self._device, asked_ranks() or 1, is_first=not is_later)
+        self._worker: tuple[Listener, torch.device, Link] | None = None
+        if is_later:  # the first rank, which has the recipe, waits for this one
+            self._worker = as_one_worker(self._client, self._device, int(os.environ["WORLD_SIZE"]))
 
     @property
     def recipe(self) -> str:
@@ -112,10 +108,9 @@ class Joined:
             offload_optimizer=step.offload_optimizer,
             on_gpu=self._device.type == "cuda",
         )
-        wanted, joined = _with_ranks(wanted), (self._client, self._device, self._link)
-        if isinstance(self._client, Client):
-            joined = as_one_worker(self._client, self._device, wanted.world)
-        return hosted_engine(*joined, wanted, step)
+        wanted = _with_ranks(wanted)
+        worker = self._worker or as_one_worker(self._client, self._device, wanted.world)
+        return hosted_engine(*worker, wanted, step)
 
     def close(self) -> None:
         self._client.close()
@@ -145,10 +140,14 @@ def _in_stages(wanted: Wanted, stages: Stages, device: torch.device, step: StepC
     return Engine(link, device, step=step, wanted=wanted, table=lambda run: over_group(run, store_run))
 
 
-def connect(invite: Invite, device: torch.device, ranks: int) -> Client:
+def connect(invite: Invite, device: torch.device, ranks: int, *, is_first: bool) -> Client:
+    """A client that has joined. Of a worker's later ranks it has no connection: what it is given to say is dropped."""
     from potluck.words import say
 
-    client = Client(invite, name=name_of_worker(), kind=kind_of(device, ranks), say=say)
+    name, kind = name_of_worker(), kind_of(device, ranks)
+    if not is_first:
+        return Client(invite, name=name, kind=kind, say=lambda sentence: None)
+    client = Client(invite, name=name, kind=kind, say=say)
     kept = os.environ.pop(RETURNING, None)
     if kept is not None and Path(kept).exists():
         client.return_to(float(Path(kept).read_text(encoding="utf-8")))
@@ -162,32 +161,26 @@ def name_of_worker() -> str:
     return os.environ.get("POTLUCK_NAME") or f"{socket.gethostname()}-{os.getpid()}"
 
 
-def as_one_worker(
-    client: Client | None, device: torch.device, ranks: int
-) -> tuple["Client | NodeClient", torch.device, Link]:
-    """What an engine is made of: of one process, its client; of several, what makes them one worker of the host.
+def as_one_worker(client: Client, device: torch.device, ranks: int) -> tuple[Listener, torch.device, Link]:
+    """What an engine is made of: of one process, what its client hears; of several, what all hear from the first.
 
-    `client`: the first rank's, which has joined. The others come when it asks for them, and have none.
+    `client`: the first rank's has joined. The others come when it asks for them.
     """
     if ranks == 1:
-        assert client is not None
-        return client, device, Alone()
+        return Listener(client), device, Alone()
     try:
         meet(ranks)
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))  # a worker's threads are its ranks' together
         device = choose_device(is_whole=False)
         link = cast(GroupLink, join_group(device, PATIENCE_S))
-        from potluck.engine.node_client import NodeClient
+        from potluck.engine.node_listener import NodeListener
 
-        return NodeClient(client, link, name=name_of_worker()), device, link
+        return NodeListener(client, link), device, link
     except BaseException:
-        if client is not None:
-            client.close()
+        client.close()
         raise
 
 
-def hosted_engine(
-    client: "Client | NodeClient", device: torch.device, link: Link, wanted: Wanted, step: StepConfig
-) -> Engine:
+def hosted_engine(listener: Listener, device: torch.device, link: Link, wanted: Wanted, step: StepConfig) -> Engine:
     """Build the engine of a worker that a host leads."""
-    return Engine(link, device, step=step, wanted=wanted, table=lambda run: under_host(run, client))
+    return Engine(link, device, step=step, wanted=wanted, table=lambda run: under_host(run, listener))

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from potluck.engine.node_client import NodeClient
 from potluck.fleet.client import Client
 from potluck.fleet.file_stream import FileStreamReceiver, most_bytes, stream_chunks, stream_header
 from potluck.link.link import Link
@@ -14,7 +13,7 @@ from potluck.wire.messages import StateBegin
 
 
 class StateTransfer:
-    def __init__(self, client: Client | NodeClient, link: Link) -> None:
+    def __init__(self, client: Client, link: Link) -> None:
         """`link`: of the ranks that are this worker together, of which the first writes and sends."""
         self._client = client
         self._link = link

@@ -8,23 +8,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from potluck.engine.checkpointing import check_position, position_as_json, restore_position
-from potluck.engine.fingerprint import training_settings
+from potluck.engine.prepare import training_settings
 from potluck.engine.slices import describe_model
 from potluck.save.parts import leave_out
 from potluck.save.store_run import StoreRun
 from potluck.store.sessions import Tenant
 
 if TYPE_CHECKING:
-    from potluck.engine.run_state import RunState
+    from potluck.engine.run_parts import RunParts
     from potluck.engine.staged import StagedReplica
 
 
 class StoreKeeper:
-    def __init__(self, run: "RunState", store_run: StoreRun) -> None:
+    def __init__(self, run: "RunParts", store_run: StoreRun) -> None:
         self._run = run
         self.store_run = store_run
         self._replica: StagedReplica | None = None
         self._has_saved = self._has_met = False
+        self.is_restored = False
+        """Whether this worker was killed, and continues from where it was in a run that has continued meanwhile."""
 
     def introduce(self, model: nn.Module, optimizer: Optimizer, dataset: Any, about: dict[str, Any]) -> None:
         """Says what this worker brings before anything else: the store may be another run's."""
@@ -44,7 +46,7 @@ class StoreKeeper:
         data = run.look_at_data(dataset)
         self.store_run.meet(Tenant(name=name, settings=settings, data=data, out=about.get("out")))
         self._has_met = True
-        run.is_restored = self.store_run.kept is not None
+        self.is_restored = self.store_run.kept is not None
 
     def begin(self, replica: "StagedReplica") -> None:
         """Resumes from what this worker had kept before it was killed; or keeps it for the first time."""
@@ -58,11 +60,11 @@ class StoreKeeper:
         replica.remember_buffers()
         check_position(run, Path(f"What worker {run.link.rank} kept of itself"), notes["standing"])
         restore_position(run, notes["standing"])
-        run.begin_ledger([(start, end) for start, end in notes["ledger"]])
-        replica.passes, run.caller.memo = notes["passes"], notes["memo"]
+        run.progress.begin_ledger([(start, end) for start, end in notes["ledger"]])
+        replica.passes, run.loop.memo = notes["passes"], notes["memo"]
         store_run.link.log.is_open = False
         store_run.kept = None
-        run.start_of_step()
+        run.step.begin()
 
     def on_saved(self) -> None:
         self._has_saved = True  # after a restart this must not run again: it would find the step done
@@ -73,7 +75,7 @@ class StoreKeeper:
         assert replica is not None
         if store_run.every is None:
             store_run.forget(replica.passes)
-        elif self._has_saved or run.step_number % store_run.every == 0:
+        elif self._has_saved or run.progress.step_number % store_run.every == 0:
             self._keep(replica)
         self._has_saved = False
 
@@ -81,8 +83,8 @@ class StoreKeeper:
         run = self._run
         notes = {
             "standing": position_as_json(run),
-            "ledger": run.ledger.ranges,
-            "memo": run.caller.memo,
+            "ledger": run.progress.ledger.ranges,
+            "memo": run.loop.memo,
             "passes": replica.passes,
         }
         without, told = leave_out(replica)

@@ -137,6 +137,10 @@ class RoundWork(Protocol):
     ends_each: bool
     """Whether step() has to end each micro-batch, and not only the last of a batch."""
 
+    @property
+    def drift(self) -> float:
+        """How far this worker was from the others at the last agreement, where each steps by itself."""
+
     def begin(self, plan: RoundPlan) -> None: ...
 
     def next(self) -> Give | None:

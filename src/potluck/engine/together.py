@@ -13,17 +13,17 @@ from potluck.agree.records import Report
 from potluck.agree.step_report import StepDecision, decide_sum
 from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
-from potluck.engine.local_steps import backward
 from potluck.engine.replica import Replica
-from potluck.engine.run_state import RunState
+from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan
 from potluck.events import StepSkipped
 
 
 class StepTogether:
+    drift = 0.0
     ends_each = False
 
-    def __init__(self, run: RunState, replica: Replica) -> None:
+    def __init__(self, run: RunParts, replica: Replica) -> None:
         self._run = run
         self._replica = replica
         self._micros: list[MicroBatch | None] = []
@@ -56,13 +56,13 @@ class StepTogether:
             loader.expect_rest()
 
     def backward(self, micro: MicroBatch | None, loss: Tensor, samples: float, last: bool | None) -> None:
-        backward(self._run, micro, loss, samples, last)
+        self._run.step.backward(micro, loss, samples, last)
 
     def is_ready(self, micro: MicroBatch | None) -> bool:
-        return self._run.tally.is_last
+        return self._run.step.tally.is_last
 
     def end(self, micro: MicroBatch | None) -> StepSkipped | None:
-        if self._run.tally.is_last:  # also where the loop left out some of the batch
+        if self._run.step.tally.is_last:  # also where the loop left out some of the batch
             self._micros = []
         return None
 
@@ -72,14 +72,14 @@ class StepTogether:
     def runs_ahead(self) -> bool:
         """Whether the optimizer steps before we know whether it should: it decides on the GPU."""
         replica = self._replica
-        return bool(replica.runs_ahead and self._run.tally.samples and not replica.has_unused and replica.is_whole)
+        return bool(replica.runs_ahead and self._run.step.tally.samples and not replica.has_unused and replica.is_whole)
 
     def step_ahead(self) -> float:
         """Steps the optimizer, unless the gradient is bad. Returns the sum of the losses."""
-        run, replica, tally = self._run, self._replica, self._run.tally
-        self._per = run.samples_per_gradient
+        run, replica, tally = self._run, self._replica, self._run.step.tally
+        self._per = run.step.samples_per_gradient
         replica.finish()
-        run.set_lr(run.rows_seen + tally.rows * run.turns.is_last, step=run.step_number)
+        run.rates.set(run.progress.rows_seen + tally.rows * run.turns.is_last, step=run.progress.step_number)
         ahead = replica.apply_unless_bad(tally.loss_sum, self._per / tally.samples, run.config.clip)
         self._fetch_next()
         norm, was_bad, loss_sum = torch.stack([*ahead, tally.loss_sum]).tolist()
@@ -97,13 +97,13 @@ class StepTogether:
 
     def wait(self) -> tuple[float, float]:
         """Ends the sums over all ranks: the seconds waited, and the sum of this worker's losses."""
-        self._per = self._run.samples_per_gradient
-        wait_s, self._norm, loss_sum = self._replica.reduce(self._run.tally.loss_sum)
+        self._per = self._run.step.samples_per_gradient
+        wait_s, self._norm, loss_sum = self._replica.reduce(self._run.step.tally.loss_sum)
         return wait_s, loss_sum
 
     def report(self, busy_s: float, *, sync_s: float, loss_sum: float | None = None) -> Report:
         """Make this worker's report of the step. `sync_s`: in the one before."""
-        run, tally = self._run, self._run.tally
+        run, tally = self._run, self._run.step.tally
         busy_s, send_s = self._replica.times(busy_s, self.optimizer_s)
         return Report(
             samples=tally.samples,
@@ -111,7 +111,7 @@ class StepTogether:
             rows=tally.rows,
             busy_s=busy_s,
             has_unused=self._replica.has_unused,
-            wants_stop=run.wants_stop,
+            wants_stop=run.progress.wants_stop,
             send_s=send_s,
             sync_s=sync_s,
         )
@@ -119,17 +119,17 @@ class StepTogether:
     def apply(self, outcome: Outcome) -> StepDecision:
         run, replica, started = self._run, self._replica, time.perf_counter()
         decision = decide_sum(outcome.samples, outcome.loss, self._norm, self._per, run.config.clip, outcome.fault)
-        run.scale.learn(decision.samples, outcome.rows_computed)
+        run.step.scale.learn(decision.samples, outcome.rows_computed)
         if decision.fault is not None:
             replica.restore_buffers()
         else:
-            run.good_step()
+            run.step.is_good()
             if not self._is_applied:
-                run.set_lr(run.rows_seen)
+                run.rates.set(run.progress.rows_seen)
                 replica.apply(decision.scale)
             replica.average_buffers(outcome.own_samples / decision.samples)
         self._is_applied = False
-        run.next_turn()
+        run.step.end_turn()
         self.optimizer_s = time.perf_counter() - started
         return decision
 

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from potluck.errors import ConfigError
-from potluck.finetune.base_files import numbers_in
-from potluck.finetune.libraries import SAFELY, first_line, need, refusing, transformers
+from potluck.finetune.base_files import numbers_in, shown, weight_files
+from potluck.finetune.libraries import SAFELY, need, refusing, transformers
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig
-from potluck.finetune.shown_folder import shown, weight_files
 from potluck.sharding.stored import TensorFiles
-from potluck.words import count
+from potluck.words import count, first_line
 
 MOST_LAYERS = 512
 """Beyond that, a model has as many tensors."""

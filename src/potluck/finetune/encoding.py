@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
+from potluck.finetune.base_files import shown
 from potluck.finetune.libraries import SAFELY, refusing, transformers
 from potluck.finetune.messages import is_answer, messages_of, name_of, tools_of
 from potluck.finetune.records import Form, TextRecord
 from potluck.finetune.rendering import template_process
-from potluck.finetune.shown_folder import shown
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"

@@ -15,7 +15,6 @@ from potluck.errors import ConfigError
 from potluck.finetune.base import load_base
 from potluck.finetune.base_files import find_base
 from potluck.finetune.encoding import Encoder, give_template, load_tokenizer
-from potluck.finetune.libraries import first_line
 from potluck.finetune.recipe import FinetuneConfig, telling
 from potluck.finetune.records import TextRecord, read_records
 from potluck.finetune.result import config_of, load_result, write_result
@@ -23,7 +22,7 @@ from potluck.finetune.rows import is_held_out
 from potluck.finetune.talking import answer, classify
 from potluck.show.picture import draw_losses
 from potluck.train.trainer import Summary
-from potluck.words import duration, plural, say
+from potluck.words import duration, first_line, plural, say
 
 LENGTH = 48
 """Tokens of a sample."""

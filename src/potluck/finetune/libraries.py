@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from potluck.errors import ConfigError
+from potluck.words import first_line
 
 TALKATIVE = ("torchao", "torch.utils._pytree", "transformers", "peft", "datasets", "huggingface_hub")
 """Libraries that log what no reader of a run can use: what failed is said by us."""
@@ -34,12 +35,6 @@ def transformers() -> Any:
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     return library
-
-
-def first_line(error: BaseException) -> str:
-    """Return what a library said, without its stack of advice; to end a sentence of ours."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from potluck.errors import ConfigError
-from potluck.finetune.libraries import first_line
+from potluck.words import first_line
 
 
 def check_chat(fields: Mapping[str, Any], where: str) -> None:

@@ -1,4 +1,7 @@
-"""Recipes that fine-tune a model of Hugging Face: `[model] hf`, `[lora]`, `[data]`, and all that every recipe has."""
+"""Recipes that fine-tune a model of Hugging Face: `[model] hf`, `[lora]`, `[data]`, and all that every recipe has.
+
+The loss is over the answers of a batch, or over its labels.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -17,7 +21,6 @@ from potluck.errors import ConfigError
 from potluck.finetune.base import add_adapter, bytes_of_frozen, check_described, context_of, known_labels, load_base
 from potluck.finetune.base_files import find_base, numbers_in
 from potluck.finetune.encoding import load_tokenizer
-from potluck.finetune.objective import answer_loss, label_figures, label_loss, packs_apart
 from potluck.finetune.rows import PreparedRows, prepare_rows
 from potluck.finetune.settings import AdapterConfig, PretrainedConfig, RowsConfig
 from potluck.finetune.talking import continue_row
@@ -27,6 +30,8 @@ from potluck.train.recipe import RecipeConfig, RecipeParts, fit_recipe, make_opt
 from potluck.train.sampler import Sampler, may_sample
 from potluck.train.trainer import Summary
 from potluck.words import count, plural, say, size
+
+INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,3 +159,43 @@ def packed_pair(row: TokenRow, most: int = 16) -> tuple[dict[str, Tensor], int]:
     parts = [row.tokens[: min(first, most)].long(), row.tokens[first : first + min(second, most)].long()]
     positions = torch.cat([torch.arange(len(part)) for part in parts])
     return {"input_ids": torch.cat(parts)[None], "position_ids": positions[None]}, len(parts[0])
+
+
+@torch.no_grad()
+def packs_apart(model: nn.Module, packed: dict[str, Tensor], first: int, tolerance: float = 2e-2) -> bool:
+    """Whether the second document of a packed row is to the model as if it had a row of its own: it is tried.
+
+    `first`: tokens of the document before it. `tolerance`: a model in bf16 has two or three digits.
+    """
+    was_training = model.training
+    model.eval()
+    second = packed["input_ids"][:, first:]
+    logits = [model(**_inputs(packed), use_cache=False).logits[:, first:], model(second, use_cache=False).logits]
+    model.train(was_training)
+    together, alone = (float(F.cross_entropy(each[0, :-1].float(), second[0, 1:])) for each in logits)
+    return abs(together - alone) <= tolerance * max(1.0, abs(alone))
+
+
+def answer_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """The mean over the answers' tokens, and how many those are.
+
+    Their number is known without asking the GPU, and only their logits are made float32.
+    """
+    logits = model(**_inputs(batch), use_cache=False).logits
+    chosen = logits.flatten(0, 1).index_select(0, batch["at"])
+    return F.cross_entropy(chosen.float(), batch["targets"]), batch["targets"].numel()
+
+
+def label_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over rows."""
+    return F.cross_entropy(model(**_inputs(batch)).logits.float(), batch["labels"])
+
+
+def label_figures(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    logits = model(**_inputs(batch)).logits.float()
+    right = (logits.argmax(-1) == batch["labels"]).float().mean()
+    return {"loss": F.cross_entropy(logits, batch["labels"]), "accuracy": right}
+
+
+def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: batch[name] for name in INPUTS if name in batch}

@@ -18,10 +18,11 @@ from typing import Any, BinaryIO, Literal, cast
 
 from potluck.errors import ConfigError
 from potluck.finetune.base_files import HUB_ID
-from potluck.finetune.libraries import first_line, need
+from potluck.finetune.libraries import need
 from potluck.finetune.messages import check_chat, check_letters, shown
 from potluck.finetune.settings import RowsConfig
 from potluck.train.text import files_below
+from potluck.words import first_line
 
 Form = Literal["chat", "prompt", "text", "label"]
 EXPECTED = '{"messages": [...]}, {"prompt": ..., "completion": ...}, {"text": ...}, or {"text": ..., "label": ...}'
@@ -74,7 +75,8 @@ def _all(paths: tuple[str, ...]) -> Iterator[TextRecord]:
     for name in paths:
         path = Path(name).expanduser()
         is_id = not path.exists() and HUB_ID.fullmatch(name) and kind_of(path) not in READ
-        if _is_of_datasets(path) or is_id:
+        is_saved = any((path / file).is_file() for file in ("state.json", "dataset_dict.json"))
+        if is_saved or is_id:  # what `datasets` has saved, or gets
             yield from _of_datasets(name, path if path.exists() else None)
             continue
         files = files_below(path)
@@ -172,10 +174,6 @@ def _named(cells: dict[Any, Any]) -> dict[str, Any]:
     label = cells.get("label") or ""
     found: str | int | None = int(label) if WHOLE.fullmatch(label) else label.strip() or None
     return {name: cell for name, cell in cells.items() if name is not None} | {"label": found}
-
-
-def _is_of_datasets(path: Path) -> bool:
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def _of_datasets(name: str, path: Path | None) -> Iterator[TextRecord]:

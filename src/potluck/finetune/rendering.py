@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
-from potluck.finetune.libraries import first_line
 from potluck.system import resource
+from potluck.words import first_line
 
 MOST_CPU_S = 10
 """Processor time of one rendering: a busy machine takes none of it away."""

@@ -16,13 +16,12 @@ from torch import nn
 from potluck.config import from_toml
 from potluck.errors import ConfigError
 from potluck.finetune.base import adapter_settings, known_labels, load_base, model_class, settings_of, shape_of
-from potluck.finetune.base_files import find_base
+from potluck.finetune.base_files import find_base, shown
 from potluck.finetune.encoding import give_template, load_tokenizer
 from potluck.finetune.libraries import SAFELY, need
 from potluck.finetune.recipe import FinetuneConfig
 from potluck.finetune.records import TextRecord, read_records
 from potluck.finetune.rows import names_of
-from potluck.finetune.shown_folder import shown
 from potluck.save.checkpoint_folder import found
 from potluck.save.export import write_plain
 
@@ -35,13 +34,9 @@ def config_of(run: Path) -> FinetuneConfig:
     return from_toml(FinetuneConfig, (run / "run.toml").read_text(encoding="utf-8"), source=str(run / "run.toml"))
 
 
-def result_of(run: Path, config: FinetuneConfig) -> Path:
-    return run / (ADAPTER if config.lora is not None else MODEL)
-
-
 def write_result(run: Path, config: FinetuneConfig) -> Path:
     """The adapter's folder, or the model's, of the newest checkpoint. One that is as new stays."""
-    out = result_of(run, config)
+    out = run / (ADAPTER if config.lora is not None else MODEL)
     checkpoints = found(run / "checkpoints")
     if not checkpoints:
         if out.is_dir():
@@ -72,7 +67,8 @@ def write_result(run: Path, config: FinetuneConfig) -> Path:
 def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], aside: Path) -> None:
     labels = labels_of(config, base, state)
     model: Any = shape_of(base, labels)
-    model.config._name_or_path = model.name_or_path = named(config, base)
+    hf = config.model.hf  # by its folder, or by its id, an adapter finds its base
+    model.config._name_or_path = model.name_or_path = str(base.absolute()) if Path(hf).expanduser().is_dir() else hf
     if config.lora is not None:
         fresh = tuple(sorted({name.split(SAVED)[0].removeprefix(WITHIN) for name in state if SAVED in name}))
         settings = adapter_settings(config.lora, classifies=labels is not None, fresh=fresh)
@@ -92,11 +88,6 @@ def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], as
     tokenizer.save_pretrained(str(aside))
 
 
-def named(config: FinetuneConfig, base: Path) -> str:
-    """How an adapter finds its base: by its folder, or by its id."""
-    return str(base.absolute()) if Path(config.model.hf).expanduser().is_dir() else config.model.hf
-
-
 def first_record(config: FinetuneConfig) -> TextRecord | None:
     """Return the first record of the data, where this machine has them: a host may lead a run without."""
     try:
@@ -113,13 +104,9 @@ def labels_of(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor]
     if first is None and config.model.task != "classify":
         return None
     if first is None:
-        heads = [tensor for name, tensor in state.items() if _is_head(name)]
+        heads = [tensor for name, tensor in state.items() if "score" in name or "classifier" in name]
         return [str(number) for number in range(len(heads[-1]))] if heads else ["0", "1"]
     return names_of((record.fields["label"] for record in read_records(config.data)), known_labels(base))
-
-
-def _is_head(name: str) -> bool:
-    return "score" in name or "classifier" in name
 
 
 def load_result(run: Path, config: FinetuneConfig, device: torch.device) -> tuple[Any, Any]:

@@ -47,7 +47,8 @@ def prepare_rows(
     sentences = [sentence] if (sentence := give_template(tokenizer, form)) else []
     encoder = Encoder(tokenizer, form)
     stores = _Stores(config, context, splits=encoder.form == "text")
-    for chunk in _chunks(chain([first], records)):
+    records = chain([first], records)
+    while chunk := list(islice(records, AT_ONCE)):
         encoded = encoder.encode([replace(record, form=form) for record in chunk])
         for record, row in zip(chunk, encoded, strict=True):
             stores.take(record, row)
@@ -130,12 +131,6 @@ def names_of(labels: Iterable[str | int], known: list[str] | None) -> list[str]:
     if len(order) < 2:
         raise ConfigError(f"All rows have the label {order[0]}. To classify takes two at least.")
     return order
-
-
-def _chunks(records: Iterable[TextRecord]) -> Iterable[list[TextRecord]]:
-    iterator = iter(records)
-    while chunk := list(islice(iterator, AT_ONCE)):
-        yield chunk
 
 
 def _told(stores: _Stores, context: int, encoder: Encoder, share: float) -> list[str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from potluck.finetune.libraries import transformers
 from potluck.finetune.token_rows import TokenRow
+from potluck.words import printable
 
 PROMPT, BEGINNING = 64, 16
 """Tokens of a row that is continued, at most; and where it has no answer of its own."""
@@ -76,11 +77,6 @@ def _streamer(tokenizer: Any, hear: Callable[[str], None]) -> Any:
             hear(printable(text))
 
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def printable(text: str) -> str:
-    """Nothing that a terminal would obey."""
-    return "".join(letter for letter in text if letter.isprintable() or letter == "\n")
 
 
 @torch.no_grad()

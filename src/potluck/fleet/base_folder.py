@@ -5,6 +5,7 @@ So a fetch that was interrupted resumes. Only weights and texts travel, and noth
 """
 
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -13,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -28,7 +29,7 @@ from potluck.fleet.pipe import Pipe
 from potluck.system import lock
 from potluck.wire.codec import encode_parts
 from potluck.wire.messages import BaseFiles, BasePiece, BaseWanted, Heartbeat, Message, Refusal
-from potluck.words import say as say_here
+from potluck.words import say
 from potluck.words import size as in_words
 
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
@@ -129,13 +130,7 @@ class BaseSender:
 # A worker that lacks it
 
 
-def fetch_base(
-    invite: Invite,
-    cache: Path,
-    *,
-    on_progress: Callable[[int, int], None] | None = None,
-    say: Callable[[str], None] = say_here,
-) -> Path | None:
+def fetch_base(invite: Invite, cache: Path, *, on_progress: Callable[[int, int], None] | None = None) -> Path | None:
     """The base model's folder, below `cache`; none if the host serves none. What was fetched before is not again.
 
     `on_progress` hears how many bytes are here, and of how many.
@@ -154,7 +149,7 @@ def fetch_base(
             with (cache / f".lock-{place.name}").open("ab") as held:
                 lock(held, wait=True)  # another worker of this machine may be at it
                 if not place.is_dir():
-                    _fetch(host, files, place, _Progress(files, on_progress, say))
+                    _fetch(host, files, place, _Progress(files, on_progress))
             return place
         except TheirProtocolError as error:
             raise ConfigError(f"The base model cannot be taken from the host: {error}") from None
@@ -201,9 +196,13 @@ def _fetch_file(host: "_Asking", number: int, file: BaseFile, path: Path, progre
         progress.add(start)
         ahead: deque[int] = deque()
         places = iter(range(start, file.size, PIECE_BYTES))
-        for at in _first(places, AHEAD):
-            host.send(BaseWanted(number, at))
-            ahead.append(at)
+
+        def ask(count: int) -> None:
+            for at in itertools.islice(places, count):
+                host.send(BaseWanted(number, at))
+                ahead.append(at)
+
+        ask(AHEAD)
         while ahead:
             at, piece = ahead.popleft(), host.hear(BasePiece)
             wanted = min(PIECE_BYTES, file.size - at)
@@ -211,16 +210,10 @@ def _fetch_file(host: "_Asking", number: int, file: BaseFile, path: Path, progre
                 raise TheirProtocolError(f"{file.name} is no longer what the host said it was.")
             out.write(piece.data)
             progress.add(wanted)
-            for following in _first(places, 1):
-                host.send(BaseWanted(number, following))
-                ahead.append(following)
+            ask(1)
     if _sha256(path) != file.sha256:
         path.unlink()
         raise TheirProtocolError(f"{file.name} does not have the checksum that the host told. Join again to fetch it.")
-
-
-def _first(places: Iterator[int], count: int) -> list[int]:
-    return [at for _, at in zip(range(count), places, strict=False)]
 
 
 def _sha256(path: Path) -> str:
@@ -268,13 +261,10 @@ class _Asking:
 
 
 class _Progress:
-    def __init__(
-        self, files: list[BaseFile], on_progress: Callable[[int, int], None] | None, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, files: list[BaseFile], on_progress: Callable[[int, int], None] | None) -> None:
         self._total = sum(file.size for file in files)
         self._done, self._told_at = 0, time.monotonic()
         self._tell, self._every_s = on_progress or self._say, TELL_S if on_progress else 5.0
-        self._words = say
         say(f"The host sends the base model: {in_words(self._total)}.")
 
     def add(self, count: int) -> None:
@@ -287,4 +277,4 @@ class _Progress:
         self._tell(self._done, self._total)
 
     def _say(self, done: int, total: int) -> None:
-        self._words(f"The base model: {in_words(done)} of {in_words(total)} are here.")
+        say(f"The base model: {in_words(done)} of {in_words(total)} are here.")

@@ -8,61 +8,22 @@ from dataclasses import replace
 
 from potluck.errors import TheirProtocolError
 from potluck.fleet.description import MAX_SLICES, Description
-from potluck.wire.messages import (
-    Applied,
-    BaseFiles,
-    EvaluateNext,
-    Heartbeat,
-    Hello,
-    JoinRequest,
-    Leave,
-    LookOn,
-    Message,
-    Ready,
-    SliceReport,
-    StateBegin,
-    Wrote,
-)
+from potluck.wire.messages import TEXTS, Message, SliceReport
 
 MOST_WORKERS = 4096
 """At once, those included who are not ready yet."""
 MOST_WATCHERS = 16
 """At once, of those who take no part."""
-MOST_NAME, MOST_TEXT = 255, 4096
-"""Characters of a name or a hash, and of a sentence."""
-MOST_WRITTEN = 1000
-"""Characters of what the model writes."""
-MOST_NAMES = 1 << 13
-"""The most letters of an evaluation's names of figures, together."""
-MOST_HEADER = 1 << 16
-"""The most letters of a parcel's header: 64 names and sizes are far shorter."""
 LEAST_BUSY_S, MOST_BUSY_S = 1e-6, 1e9
 """Bounds of the seconds for one piece of work: speeds are quotients of these, and shares are quotients of speeds."""
 
 
-_MOST: dict[type[Message], dict[str, int]] = {
-    Heartbeat: {"node_id": MOST_TEXT},
-    Hello: {"name": MOST_NAME, "kind": MOST_NAME},
-    JoinRequest: {"node_id": MOST_NAME, "backend": MOST_NAME},
-    Ready: {"digest": MOST_NAME},
-    Applied: {"digest": MOST_NAME, "fault": MOST_TEXT},
-    Leave: {"reason": MOST_TEXT},
-    SliceReport: {"figures": MOST_TEXT},
-    EvaluateNext: {"names": MOST_NAMES},
-    StateBegin: {"header": MOST_HEADER},
-    BaseFiles: {"header": 0},
-    LookOn: {"secret": MOST_NAME},
-    Wrote: {"prompt": MOST_WRITTEN, "text": MOST_WRITTEN},
-}
-"""Characters of each text that is kept, told or compared."""
-
-
 def check(message: Message, described: Description | None) -> Message:
     """The message as it may be looked at; TheirProtocolError says which part of it no honest worker sends."""
-    for name, most in _MOST.get(type(message), {}).items():
-        if (length := len(getattr(message, name))) > most:
+    for name, letters in TEXTS[type(message)].items():
+        if (length := len(getattr(message, name))) > letters.most:
             whose = f"{type(message).__name__}.{name}"
-            raise TheirProtocolError(f"{whose} has {length:,} characters, and at most {most:,} are taken.")
+            raise TheirProtocolError(f"{whose} has {length:,} characters, and at most {letters.most:,} are taken.")
     return _check_report(message, described) if isinstance(message, SliceReport) else message
 
 

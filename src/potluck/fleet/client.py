@@ -1,14 +1,15 @@
 """A worker's side of the coordinator's protocol: join, heartbeat, work, payloads, averages, catching up.
 
 One thread reads, one writes; the training thread calls what is here and never touches a socket. A connection that is
-lost is made again by the thread that waits for the next message. Knows nothing of torch: gradients are numpy arrays.
+lost is made again by the thread that waits for the next message. What is sent without a connection is dropped: so the
+later ranks of a node have a client, too. Knows nothing of torch: gradients are numpy arrays.
 """
 
 import logging
 import socket
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +21,10 @@ from potluck.coded_numbers import Floats, Octets
 from potluck.errors import PotluckError, TheirProtocolError
 from potluck.fleet.connection import Connection, PayloadLayout, part_of
 from potluck.fleet.description import Description
+from potluck.fleet.holder import ConnectionLost
 from potluck.fleet.host_connector import CONTROL_BYTES, HostConnector
 from potluck.fleet.invite import Invite
 from potluck.fleet.mean import CHUNK
-from potluck.fleet.member import ConnectionLost
 from potluck.fleet.membership import beat_s
 from potluck.fleet.outbox import Outbox
 from potluck.fleet.phases import enter_phase
@@ -31,7 +32,6 @@ from potluck.fleet.sealing import new_key
 from potluck.fleet.shared_memory import Receipts, SharedMemory, SharedView
 from potluck.wire.codec import Bulk, is_bulk, peek
 from potluck.wire.messages import (
-    Admitted,
     AverageAt,
     AveragedBlockGradient,
     AveragedNonBlockGradient,
@@ -55,36 +55,32 @@ SHARED_TIMES = 8
 """How many gradients a worker's shared memory has room for: sums of nodes wait there too. Unused pages cost nothing."""
 
 
+MOST_SPARE = 2
+"""How many averages of each part are kept for reuse: new memory costs the system as much as reading into it."""
+
+
 @dataclass
-class AverageReady:
-    """In place of a message, where averages are taken one by one: one of them lies here until release_average()."""
+class Average:
+    """A part's mean of a step, among the messages. It lies here until release()."""
 
     step: int
     part: int
     floats: Floats
 
 
-@dataclass
-class Means:
-    """The averages of one step, as they arrive."""
-
-    step: int
-    parts: list[Floats]
-    missing: set[int]
-    """A part may come twice, if the step was begun anew: all of them do then, before the step is agreed on."""
-
-
 @dataclass(eq=False)
 class _Session(Connection):
     """One connection's queues."""
 
-    inbox: deque[Message | ConnectionLost | AverageReady] = field(default_factory=deque)
+    inbox: deque[Message | Average] = field(default_factory=deque)
     out: Outbox = field(init=False)
     lost: str | None = None
     is_broken: bool = False
     """Nothing can be sent any more: the reader will know why, and must not wait for anything else."""
     averages: list[Floats] = field(default_factory=list)
     """Where the host forms them."""
+    unreleased: int = 0
+    """Where averages are taken one by one: how many have come and were not released. More than one only if broken."""
     shows: bool = False
     """Whether the host has been shown this worker's memory."""
 
@@ -93,22 +89,16 @@ class Client:
     def __init__(self, invite: Invite, *, name: str, kind: str, say: Callable[[str], None]) -> None:
         self.name = name
         self.say = say
-        self.wants_stop = False
-        self.on_stop: Callable[[], None] = lambda: None
-        """Called when this worker was asked to stop."""
         self.welcome: Welcome | None = None
         self._description: Description | None = None
         self._layout = PayloadLayout()
-        self._moments: frozenset[int] = frozenset()
         self._session: _Session | None = None
         self._lock = threading.RLock()
         self._change = threading.Condition(self._lock)
-        self._means: dict[int, Means] = {}
-        self._spare: list[list[Floats]] = []
+        self._spare: defaultdict[int, list[Floats]] = defaultdict(list)
+        """Memory for averages, by their part."""
         self._one: Floats | None = None
-        """Where averages lie that are taken one by one."""
-        self._takes_one_by_one = self._is_one_here = False
-        self._since = 0
+        """Where averages lie that are taken one by one; none: they are not."""
         self.is_closed = False
         self._door = HostConnector(invite, name=name, kind=kind, say=say)
         self._patience_before_s = 10.0
@@ -120,8 +110,6 @@ class Client:
         self._trainer = threading.get_ident()
         self._told_stuck = 0.0
         self._address = f"{invite.host} port {invite.port}"
-        know(host=f"{invite.port} {invite.pin or ''}", name=name)
-        tell_with("worker", self._account)
 
     def _account(self) -> Told:
         now, session = time.monotonic(), self._session
@@ -150,13 +138,9 @@ class Client:
         taken = self._memory.take(floats) if self._memory is not None else None
         return np.zeros(floats, np.float32) if taken is None else taken
 
-    def take_averages_one_by_one(self) -> None:
-        """From now on they come among the messages, and the next is read when one is released: never all of a step."""
-        self._takes_one_by_one = True
-
-    def ask_to_stop(self) -> None:
-        self.wants_stop = True
-        self.on_stop()
+    def take_averages_one_by_one(self, floats: int) -> None:
+        """From now on the next is read when one is released: never all of a step. `floats`: of the largest."""
+        self._one = np.empty(floats, np.float32)
 
     @property
     def description(self) -> Description | None:
@@ -166,7 +150,6 @@ class Client:
     @description.setter
     def description(self, described: Description) -> None:
         self._description, self._layout = described, PayloadLayout.of(described)
-        self._moments = described.moments
 
     @property
     def patience_s(self) -> float:
@@ -180,6 +163,8 @@ class Client:
 
     def connect(self, *, again: bool = False) -> Welcome:
         """Joins, or joins again: after a loss, or where this worker wants to be asked anew what it holds."""
+        know(host=f"{self._door.invite.port} {self._door.invite.pin or ''}", name=self.name)
+        tell_with("worker", self._account)
         if (before := self._session) is not None:
             before.close()
             with self._change:  # else what it has read would be taken for the next one's
@@ -190,8 +175,6 @@ class Client:
         with self._change:
             self._session = session = _Session(pipe)
             session.out = Outbox(session, self._change, self._lock, self._beat)
-            self._means.clear()
-            self._is_one_here = False
         for target, name in ((self._read, "client reader"), (self._write, "client writer")):
             threading.Thread(target=target, args=(session,), name=name, daemon=True).start()
         return self.welcome
@@ -268,14 +251,8 @@ class Client:
 
     # Receiving
 
-    def receive(self, timeout_s: float | None = None) -> Message | ConnectionLost | None:
-        """The next message, or that the connection is lost; none if neither came in time."""
-        heard = self.receive_any(timeout_s)
-        assert not isinstance(heard, AverageReady)
-        return heard
-
-    def receive_any(self, timeout_s: float | None = None) -> Message | ConnectionLost | AverageReady | None:
-        """The same, and averages too, where they are taken one by one."""
+    def receive(self, timeout_s: float | None = None) -> Message | Average | ConnectionLost | None:
+        """The next message or average, or that the connection is lost; none if nothing came in time."""
         with self._change, self._waiting():
             session = self._session
             assert session is not None
@@ -289,21 +266,6 @@ class Client:
                 self._change.wait(left)
             return session.inbox.popleft()
 
-    def take_means(self, step: int, without: frozenset[int] = frozenset()) -> Means | None:
-        """The averages of a step, once all of them are here; none if the connection was lost before that. `without`:
-        parts of which there is none."""
-        with self._change, self._waiting():
-            session = self._session
-            assert session is not None
-            while True:
-                found = self._means.get(step)
-                if found is not None and found.missing <= without:
-                    self._forget_until(step)
-                    return found
-                if session.lost is not None:
-                    return None
-                self._change.wait()
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         self._waits_since, self._trainer = time.monotonic(), threading.get_ident()
@@ -312,26 +274,15 @@ class Client:
         finally:
             self._waits_since, self._moved_at = None, time.monotonic()
 
-    def release_average(self) -> None:
-        """Releases the average that was received last."""
+    def release(self, average: Average) -> None:
+        """Gives its memory back, to be overwritten."""
         with self._change:
-            self._is_one_here = False
+            if self._one is None:
+                self._spare[average.part] = [average.floats, *self._spare[average.part]][:MOST_SPARE]
+                return
+            assert self._session is not None
+            self._session.unreleased -= 1
             self._change.notify_all()
-
-    def give_back(self, means: Means) -> None:
-        """Gives the arrays of a step's averages back, to be overwritten."""
-        with self._change:
-            if len(self._spare) < 2:
-                self._spare.append(means.parts)
-
-    def pass_over_until(self, step: int) -> None:
-        """Averages up to this step are already in the weights."""
-        with self._change:
-            self._since = step
-            self._forget_until(step)
-
-    def _forget_until(self, step: int) -> None:
-        self._means = {number: means for number, means in self._means.items() if number > step}
 
     # Threads
 
@@ -368,9 +319,6 @@ class Client:
             if isinstance(message, StateMore):
                 session.out.on_more(message)
             elif not isinstance(message, Heartbeat):
-                if isinstance(message, Admitted) and message.wait:
-                    self._means.clear()  # other weights will come, and other averages after them
-                    self._since = message.step  # it may be an earlier step than ours, which the run has gone back to
                 session.inbox.append(message)
             self._change.notify_all()
 
@@ -387,24 +335,23 @@ class Client:
         if index is None or bulk.count != self.description.parts[index].floats:
             raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {key[0]} {key[1]}.")
         enter_phase("average", step, part=index)
-        means = self._means_of(step, index)
-        over = session.fill(means.parts[index].view(np.uint8).data, over)
+        floats = self._room(session, index)
+        over = session.fill(floats.view(np.uint8).data, over)
         bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
-        self._arrived(means, index)
+        self._arrived(session, Average(step, index, floats))
 
     def _read_coded_average(self, session: _Session, bulk: Bulk, over: memoryview, length: int) -> None:
         index, coding = self._layout.check_coded(bulk)
         step = bulk.fields["step"]
         enter_phase("average", step, part=index)
-        means = self._means_of(step, index)
-        floats = means.parts[index]
+        floats = self._room(session, index)
         for first in range(0, len(floats), CHUNK):
             chunk = floats[first : first + CHUNK]
             coded = np.empty(coding.coded_bytes(len(chunk)), np.uint8)
             over = session.fill(coded.data, over)
             coding.decode(coded, chunk)
         bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
-        self._arrived(means, index)
+        self._arrived(session, Average(step, index, floats))
 
     def _share(self, session: _Session, message: ShareMemory) -> None:
         """The host is on this machine: its averages are seen from now on, and this worker's gradients shown."""
@@ -425,53 +372,30 @@ class Client:
         if at.part >= len(session.averages) or session.receipts is None:
             raise TheirProtocolError("The host tells of an average that it does not share.")
         enter_phase("average seen", at.step, part=at.part)
-        means = self._means_of(at.step, at.part)
-        np.copyto(means.parts[at.part], session.averages[at.part])
+        floats = self._room(session, at.part)
+        np.copyto(floats, session.averages[at.part])
         session.receipts.give()
-        self._arrived(means, at.part)
+        self._arrived(session, Average(at.step, at.part, floats))
 
-    def _arrived(self, means: Means, part: int) -> None:
-        with self._change:
-            if self._takes_one_by_one:
-                self._hand_over(AverageReady(means.step, part, means.parts[part]))
-                return
-            means.missing.discard(part)
-            if means.missing <= self._moments:
-                self._change.notify_all()
-
-    def _hand_over(self, average: AverageReady) -> None:
-        """Waits until it is taken. There is one reader at a time: a lost session's has ended before the next begins."""
-        session = self._session
-        assert session is not None
-        if average.step <= self._since:
-            return
-        session.inbox.append(average)
-        self._is_one_here = True
-        self._change.notify_all()
-        while self._is_one_here and not session.is_broken and not self.is_closed:
-            self._change.wait()
-        if self._is_one_here:  # it keeps its memory: of a broken connection, too, what has come is taken and applied
-            self._one = None
-
-    def _means_of(self, step: int, part: int) -> Means:
-        """Where this average of the step is put."""
+    def _room(self, session: _Session, part: int) -> Floats:
+        """Where an average is put that begins to arrive. Waits for the one before, where they are taken one by one.
+        There is one reader at a time: a lost session's has ended before the next begins."""
         assert self.description is not None
+        size = self.description.parts[part].floats
         with self._change:
-            if self._takes_one_by_one:
-                sizes = [each.floats for each in self.description.parts]
-                if self._one is None:
-                    self._one = np.empty(max(sizes), np.float32)
-                return Means(step, [self._one[:size] for size in sizes], set())
-            if step <= self._since:  # already in the weights: received, and forgotten
-                return Means(step, self._new_parts(), set(range(len(self.description.parts))))
-            if step not in self._means:
-                parts = self._spare.pop() if self._spare else self._new_parts()
-                self._means[step] = Means(step, parts, set(range(len(parts))))
-            return self._means[step]
+            if self._one is None:
+                return self._spare[part].pop() if self._spare[part] else np.empty(size, np.float32)
+            while session.unreleased and not session.is_broken and not self.is_closed:
+                self._change.wait()
+            if session.unreleased:  # they keep their memory: of a broken connection, too, what has come is applied
+                self._one = np.empty_like(self._one)
+            session.unreleased += 1
+            return self._one[:size]
 
-    def _new_parts(self) -> list[Floats]:
-        assert self.description is not None
-        return [np.empty(part.floats, np.float32) for part in self.description.parts]
+    def _arrived(self, session: _Session, average: Average) -> None:
+        with self._change:
+            session.inbox.append(average)
+            self._change.notify_all()
 
     def _write(self, session: _Session) -> None:
         try:

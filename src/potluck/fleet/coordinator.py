@@ -18,7 +18,7 @@ from potluck.events import Sampled, Stalled, WentBack, WorkerWent
 from potluck.fleet import bounds
 from potluck.fleet.coordinator_state import CoordinatorState, Resumed
 from potluck.fleet.digests import Digests
-from potluck.fleet.effects import Close, Effect, Emit, Send, SendBase, ShowTo
+from potluck.fleet.effects import Close, Effect, Emit, Finish, Send, SendBase, ShowTo
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
@@ -314,11 +314,8 @@ class Coordinator(CoordinatorState):
             self.awake_since = now
         if gap > self.patience_s / 4:
             self.membership.extend_deadlines(now, gap)
-            self.transfers.extend_deadlines(gap)
-            self.saving.extend_deadlines(gap)
-            self.gatherings.extend_deadlines(gap)
-            self.ending.extend_deadlines(gap)
-            self.weights.extend_deadlines(gap)
+            for machine in (self.transfers, self.saving, self.gatherings, self.ending, self.weights):
+                machine.extend_deadlines(gap)
 
 
 _Hear = Callable[[Coordinator, WorkerRecord, Any], list[Effect]]
@@ -338,3 +335,38 @@ _HEAR: dict[type[Message], _Hear] = {
     Wrote: lambda core, member, wrote: core._on_wrote(member, wrote),
 }
 """Not of the object: a coordinator holds nothing but what it knows, so that it can be written down."""
+
+Heard = dict[int, float]
+"""Peer -> when a byte of it last came."""
+
+
+def _tick(core: Coordinator, now: float, heard: Heard, waits_for: list[int]) -> list[Effect]:
+    """`waits_for`: peers that have not taken the averages of the step before, which the next cannot replace."""
+    for peer, at in heard.items():
+        core.on_heard(at, peer)
+    return core.on_tick(now) + core.stragglers.part_with_silent(set(waits_for))
+
+
+INPUTS: dict[str, Callable[..., list[Effect]]] = {
+    "message": lambda core, now, peer, message, address="": core.on_message(now, peer, message, address),
+    "closed": lambda core, now, peer, why: core.on_closed(now, peer, why),
+    "tick": _tick,
+    "payload": lambda core, now, peer, step, node: core.at(now).rounds.on_payload(peer, step, tuple(node)),
+    "bad": lambda core, now, peer, step, node, why: core.at(now).rounds.on_bad(peer, step, tuple(node), why),
+    "loss": lambda core, now, peer, step, node, loss: core.at(now).rounds.on_plain_loss(peer, step, tuple(node), loss),
+    "mean": lambda core, now, step: core.on_mean(now, step),
+    "taken": lambda core, now, peer, transfer: core.at(now).transfers.on_taken(peer, transfer),
+    "saved": lambda core, now, step, folder, error, size, theirs: core.on_saved(
+        now, step, folder, error, size, theirs=theirs
+    ),
+    "restored": lambda core, now, standing: core.restored(now, standing),
+    "order": lambda core, now, action, worker: core.at(now).orders.carry_out(action, worker),
+    "stop": lambda core, now: core.at(now).ending.request_stop(),
+    "fail": lambda core, now, sentence: [Finish(sentence, failed=True)],
+}
+"""Each call by which anything reaches the coordinator, by its name. The server, the tests' fleet and `potluck replay`
+feed this table, so that what is written down of a run is all that its coordinator ever heard."""
+
+
+def feed(core: Coordinator, now: float, name: str, *what: Any) -> list[Effect]:
+    return INPUTS[name](core, now, *what)

@@ -3,13 +3,13 @@
 Its bytes pass outside of the server's lock. What is decided about them passes through `act`, one at a time.
 """
 
-import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -19,30 +19,22 @@ from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.description import BUFFERS, Description
 from potluck.fleet.effects import Effect
 from potluck.fleet.mean import PayloadMean, Slot
-from potluck.fleet.phases import enter_phase
+from potluck.fleet.outbox import Outbox
 from potluck.fleet.shared_memory import Receipts, SharedMemory, SharedView
 from potluck.fleet.tree import Node
-from potluck.wire.codec import encode_parts
 from potluck.wire.messages import (
     AverageAt,
     AveragedBlockGradient,
     AveragedGradient,
     AveragedNonBlockGradient,
     CodedAverage,
-    Committed,
     Message,
-    SealKey,
     ShareMemory,
-    Work,
 )
 from potluck.words import plural
 
-PIECE_BYTES = 4 << 20
-AT_ONCE = (Committed, Work)
-"""Short messages that workers wait for in each step."""
-
 Act = Callable[..., None]
-"""Feeds the coordinator an input of inputs.py, by its name, under the server's lock, and carries out the effects."""
+"""Feeds the coordinator one of its INPUTS, by its name, under the server's lock, and carries out the effects."""
 
 
 @dataclass
@@ -57,18 +49,6 @@ class ExpectedPayloads:
     at: int = 0
     came: set[int] = field(default_factory=set)
     useless: set[Node] = field(default_factory=set)
-
-
-@dataclass
-class Outgoing:
-    """Something to be written: a message, or the average of a part."""
-
-    message: Message | None
-    step: int = 0
-    part: int = -1
-    credit: tuple[int, int] | None = None
-    raw: bytes = b""
-    """Bytes that the lobby had yet to send."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,65 +66,43 @@ class PeerConnection(Connection):
     blocks: bool | None = None
     """Whether it is sent averages part by part, or in one. A plain peer is sent what it sends itself; none: not known
     yet."""
-    queue: deque[Outgoing] = field(default_factory=deque)
-    change: threading.Condition = field(default_factory=threading.Condition)
-    is_sending: bool = False
-    """Its own thread has something in hand: what is put meanwhile stands behind that."""
+    out: Outbox = field(init=False)
     closing_at: float | None = None
-    gone: bool = False
     window: SharedView | None = None
-    owed: deque[int] = field(default_factory=deque)
-    """Averages that it was told of and has not taken yet."""
-    is_writing: bool = False
-    pieces: int = 0
-    """Pieces that have been sent, or taken from shared memory."""
     stuck: tuple[int, float] = (0, 0.0)
     """How many pieces had left when it was last looked at, and for how many seconds none has."""
     blamed: str = ""
     """Why it was closed here."""
 
-    @property
-    def is_over(self) -> bool:
-        return self.gone or self.closing_at is not None
+    def __post_init__(self) -> None:
+        self.out = Outbox(self)
 
     def tell_queues(self) -> str:
         asked = [f"{len(each.nodes)} of step {each.step:,}" for each in list(self.expected)]
-        told = [f"{plural(len(self.queue), 'message')} to be sent", f"{plural(len(self.owed), 'average')} not taken"]
+        told = [f"{plural(self.out.queued, 'message')} to be sent", f"{plural(self.out.owed, 'average')} not taken"]
         told += [f"nodes expected: {', '.join(asked)}"] if asked else []
         told += ["its gradients wait for their turn"] if self.held else []
         return ", ".join(told + (["it does not read"] if self.stuck[1] else []))
 
-    def put(self, out: Outgoing) -> None:
-        with self.change:
-            if self.gone:
-                return
-            left = None if self.queue or self.is_sending else self._send_now(out)
-            if left == b"":
-                return
-            self.queue.append(out if left is None else Outgoing(None, raw=left))
-            self.change.notify()
+    def write(self) -> None:
+        """The thread that writes to it."""
+        try:
+            self.out.run(0.0, lambda: False)
+        except OSError:
+            pass  # the reader tells why
+        finally:
+            self.close()
+            self.out.drop()
 
-    def _send_now(self, out: Outgoing) -> bytes | None:
-        """Send what a worker waits for at once, without a turn of the thread that writes.
-
-        Returns what the system did not take; none: all of it is for that thread.
-        """
-        if not self.pipe.can_send_now:
-            return None
-        if out.part >= 0 and self.receipts is not None:
-            enter_phase("average leaves", out.step, part=out.part)
-            self.owed.append(out.part)
-            self.change.notify()  # its receipt is that thread's to take
-            return self.pipe.send_now(encode_parts(AverageAt(out.step, out.part), self.codec))
-        if isinstance(out.message, AT_ONCE):
-            return self.pipe.send_now(encode_parts(out.message, self.codec))
-        return None
+    def share(self, memory: SharedMemory) -> None:
+        """Show it where averages will lie. Its receipts are there before it can answer."""
+        self.receipts, theirs = Receipts.pair()
+        self.out.put(ShareMemory(), descriptors=(memory.descriptor, theirs), done=partial(os.close, theirs))
 
     def end(self) -> None:
         """Closes the connection once everything queued has been sent."""
-        with self.change:
-            self.closing_at = self.closing_at or time.monotonic()
-            self.change.notify_all()
+        self.closing_at = self.closing_at or time.monotonic()
+        self.out.end()
 
     def revoke(self) -> None:
         """Under the server's lock, with the decision to part from it: what it was asked for, others are asked for now,
@@ -171,33 +129,11 @@ class PeerConnection(Connection):
         for asked in self.expected:
             asked.useless.update(asked.nodes)
 
-    def take_queue(self) -> list[Outgoing]:
-        """It is gone: what it can no longer be sent."""
-        self.gone = True
-        self.revoke()
-        with self.change:
-            unsent = list(self.queue)
-            self.queue.clear()
-            self.change.notify_all()
-        return unsent
-
-    def send_pieces(self, parts: Sequence[bytes | memoryview]) -> None:
-        """In pieces, so that a peer that reads slowly is told from one that does not read."""
-        together: list[bytes | memoryview] = []
-        for part in parts:
-            rest = memoryview(part).cast("B")
-            while len(rest) > PIECE_BYTES:
-                self.pipe.send([*together, rest[:PIECE_BYTES]])
-                self.pieces += 1
-                together, rest = [], rest[PIECE_BYTES:]
-            together.append(rest)
-        self.pipe.send(together)
-        self.pieces += 1
-
     def expire_slow(self, tick_s: float, limit_s: float) -> None:
         """Closes a peer that reads nothing. Counted in ticks: while this process is stopped, nobody is late."""
         before, seconds = self.stuck
-        self.stuck = self.pieces, seconds + tick_s if self.is_writing and self.pieces == before else 0.0
+        pieces = self.out.pieces
+        self.stuck = pieces, seconds + tick_s if self.out.is_busy and pieces == before else 0.0
         if self.stuck[1] > limit_s and not self.blamed:
             self.blamed = f"it has not read what it was sent for {limit_s:g} s"
             self.close()
@@ -220,10 +156,10 @@ class Exchange:
         """The step under way, and which of its parts are averaged."""
         self._moments: frozenset[int] = frozenset()
         """Parts that travel with windows alone."""
-        self._parts: dict[bool, tuple[int, ...]] = {}
-        """Those of a step that all take together, and of a window."""
         self._travelling: tuple[int, ...] = ()
         """Those of the step under way."""
+        self._gone_bytes: tuple[int, ...] = (0, 0, 0)
+        """Of those who are gone."""
 
     def describe(self, description: Description) -> None:
         total = sum(part.floats for part in description.parts)
@@ -239,8 +175,6 @@ class Exchange:
         mean.on_done = self._on_mean
         mean.on_bad = lambda *what: self.act("bad", *what)
         self.layout, self._moments = PayloadLayout.of(description), description.moments
-        whole = tuple(range(len(description.parts)))
-        self._parts = {True: whole, False: tuple(part for part in whole if part not in self._moments)}
 
     def do(self, effect: Effect) -> None:
         """Carry out an effect that concerns gradients. Call it under the lock, as for all effects."""
@@ -260,14 +194,15 @@ class Exchange:
                 for connection in self.connections.values():
                     connection.forget_all_but(effect.step)
                 self._formed = effect.step, []
-                self._travelling = self._parts[effect.is_window]
+                without = frozenset[int]() if effect.is_window else self._moments
+                self._travelling = tuple(part for part in range(len(self.layout.tails)) if part not in without)
                 self.mean.begin(
                     effect.step,
                     effect.slices,
                     nodes=effect.nodes,
                     several=effect.several,
                     is_window=effect.is_window,
-                    without=frozenset() if effect.is_window else self._moments,
+                    without=without,
                 )
             case effects.Widen():
                 self.mean.widen(effect.step)
@@ -286,20 +221,12 @@ class Exchange:
             self._send_average(connection, step, part)
 
     def _send_average(self, connection: PeerConnection, step: int, part: int) -> None:
+        """It stays as it is until this receiver has it, or will never have it."""
         assert self.mean is not None
-        self.mean.hold(part, connection.peer)
-        connection.put(Outgoing(None, step, part))
-
-    def release(self, connection: PeerConnection, part: int) -> None:
-        """This receiver of the average has it, or will never have it."""
-        if self.mean is not None:
-            self.mean.release(part, connection.peer)
-
-    def release_owed(self, connection: PeerConnection) -> None:
-        """It will give no receipts any more. Both of its threads end by this, each average is released once."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self.release(connection, connection.owed.popleft())
+        message = AverageAt(step, part) if connection.receipts is not None else self._average(step, part, connection)
+        if message is not None:
+            self.mean.hold(part, connection.peer)
+            connection.out.put(message, done=partial(self.mean.release, part, connection.peer))
 
     def _on_part(self, step: int, part: int) -> None:
         """An average is formed: to everybody who takes part, while others are still arriving."""
@@ -314,7 +241,7 @@ class Exchange:
         with self.lock:
             for connection in self.connections.values():
                 if connection.since <= step and not connection.blocks:
-                    connection.put(Outgoing(self._whole(step)))
+                    connection.out.put(self._whole(step))
             self.act("mean", step)
 
     def _whole(self, step: int) -> Message:
@@ -322,18 +249,23 @@ class Exchange:
         flat = np.concatenate([self.mean.results[part] for part in self.layout.forward])
         return AveragedGradient(step, flat, np.float32(self._loss))
 
-    def average(self, step: int, index: int, *, plain: bool) -> Message | None:
+    def _average(self, step: int, index: int, to: PeerConnection) -> Message | None:
         """The average of one part as a message; None where a plain peer knows no such message."""
         assert self.mean is not None and self.core.description is not None
-        part = self.core.description.parts[index]
-        if plain and part.component == BUFFERS:
+        part, values = self.core.description.parts[index], self.mean.results[index]
+        if to.plain and part.component == BUFFERS:
             return None
-        if (coding := self.layout.codings[index]) is not None and not plain:
-            return CodedAverage(step, index, coding.number, self.mean.coded[index])
-        values = self.mean.results[index]
+        if (coding := self.layout.codings[index]) is not None and not to.plain:
+            coded = self.mean.coded[index]
+            to.pipe.spared_sent_bytes += values.nbytes - coded.nbytes
+            return CodedAverage(step, index, coding.number, coded)
         if part.block is not None:
             return AveragedBlockGradient(step, part.block, values, self.layout.tails[index])
         return AveragedNonBlockGradient(step, part.component or 0, values)
+
+    def travelled_bytes(self) -> tuple[int, ...]:
+        """Bytes of messages between the host and all who take part, or did, as a pipe counts them."""
+        return _add(self._gone_bytes, *(connection.pipe.travelled_bytes for connection in self.connections.values()))
 
     def taken(self, peer: int, transfer: int) -> None:
         """A chunk of a state that came from this peer has been written, or has left."""
@@ -344,93 +276,11 @@ class Exchange:
             if self.connections.pop(connection.peer, None) is None:
                 return
             connection.close()  # first: from then on it cannot say that it took what is written over
-            for out in connection.take_queue():
-                if out.part >= 0:
-                    self.release(connection, out.part)
-            self.release_owed(connection)
+            self._gone_bytes = _add(self._gone_bytes, connection.pipe.travelled_bytes)
+            connection.revoke()
+            connection.out.drop()
             self.act("closed", connection.peer, why)
 
 
-@dataclass
-class PeerWriter:
-    """The thread that writes to one peer: messages, and averages from where they were formed."""
-
-    connection: PeerConnection
-    exchange: Exchange
-
-    def run(self) -> None:
-        connection = self.connection
-        try:
-            while True:
-                while connection.owed and not connection.queue:
-                    connection.is_writing = True
-                    self._settle()
-                connection.is_writing = False
-                with connection.change:
-                    while not (connection.queue or connection.owed or connection.is_over):
-                        connection.change.wait()
-                    if not connection.queue:
-                        if connection.owed:
-                            continue
-                        break
-                    out = connection.queue.popleft()
-                    connection.is_writing = connection.is_sending = True
-                self.write(out)
-                connection.is_sending = False
-        except (OSError, IndexError):  # the latter: what was owed has been released meanwhile
-            pass  # the reader tells why
-        finally:
-            connection.close()
-            self.exchange.release_owed(connection)
-
-    def _settle(self) -> None:
-        """Allows averages that the peer has taken to be overwritten."""
-        connection = self.connection
-        assert connection.receipts is not None
-        for _ in range(connection.receipts.wait(len(connection.owed))):
-            connection.pieces += 1
-            self.exchange.release(connection, connection.owed.popleft())
-
-    def write(self, out: Outgoing) -> None:
-        connection = self.connection
-        if out.raw:
-            connection.pipe.send([out.raw])
-        elif out.part >= 0:
-            self._write_average(out)
-        elif isinstance(out.message, ShareMemory):
-            self._share(out.message)
-        else:
-            assert out.message is not None
-            connection.send_pieces(encode_parts(out.message, connection.codec))
-            if isinstance(out.message, SealKey):
-                connection.pipe.seal_sending(out.message.key)
-            if out.credit is not None:
-                self.exchange.taken(*out.credit)
-
-    def _write_average(self, out: Outgoing) -> None:
-        connection = self.connection
-        enter_phase("average leaves", out.step, part=out.part)
-        if connection.receipts is not None:
-            connection.owed.append(out.part)
-            connection.pipe.send(encode_parts(AverageAt(out.step, out.part), connection.codec))
-            return
-        try:
-            message = self.exchange.average(out.step, out.part, plain=connection.plain)
-            if message is not None:
-                if isinstance(message, CodedAverage):
-                    floats = int(self.exchange.layout.tails[out.part].sum(dtype=np.uint64))
-                    connection.pipe.spared_sent_bytes += 4 * floats - message.numbers.nbytes
-                connection.send_pieces(encode_parts(message, connection.codec))
-        finally:
-            self.exchange.release(connection, out.part)
-
-    def _share(self, message: ShareMemory) -> None:
-        connection, memory = self.connection, self.exchange.memory
-        assert memory is not None
-        connection.receipts, theirs = Receipts.pair()  # there before the peer can answer
-        try:
-            connection.pipe.send_descriptors(encode_parts(message, connection.codec), [memory.descriptor, theirs])
-        finally:
-            os.close(theirs)
-        if connection.gone:
-            connection.receipts.close()
+def _add(*counts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*counts, strict=True)))

@@ -2,7 +2,7 @@
 
 Whoever feeds the coordinator only puts the input in a queue; a thread writes it, and never syncs a disk. The files are
 a ring: each begins with the coordinator as it was, so that the oldest can go. Rows, tensors and secrets are in none of
-them: see frozen.py.
+them: see flight_lines.py.
 """
 
 import json
@@ -21,8 +21,7 @@ from typing import Any
 
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import Effect
-from potluck.fleet.flight_lines import line_of
-from potluck.fleet.frozen import freeze
+from potluck.fleet.flight_lines import freeze, line_of
 from potluck.fleet.invite import is_right_secret
 from potluck.system import FOR_US_ALONE
 from potluck.wire.messages import Gather, Hello, LookOn, StateChunk

@@ -18,7 +18,7 @@ from potluck.wire.messages import Gather, Gathered
 MOST_BYTES, MOST_TOTAL_BYTES = 8 << 20, 48 << 20
 """The most bytes of one worker's value, and of all that are kept at once: they travel in one message."""
 MOST_DONE = 4
-"""Results that are kept for those who ask late."""
+"""Results that are kept whether or not anybody is known to be late: one that comes back may ask for them."""
 LONG = 4
 """Times `patience` after the last value: then the others continue without those who have not given theirs."""
 
@@ -45,7 +45,7 @@ class Gatherings:
     resumed_at: int = 0
     open: dict[Call, Gathering] = field(default_factory=dict, init=False)
     done: dict[Call, Gathered] = field(default_factory=dict, init=False)
-    """The last few results."""
+    """The last few results, and those that somebody who is late has yet to ask for."""
     _expected_until: float | None = field(default=None, init=False)
 
     def on_gather(self, member: WorkerRecord, ask: Gather) -> list[Effect]:
@@ -84,9 +84,16 @@ class Gatherings:
         step, _ = call
         if member.gathered >= call or member.applied > step or member.leaving:
             return False
+        # One that hangs is waited for once, and not at each step that the others take meanwhile.
+        if self._is_behind(member, member.passed_over):
+            return False
         if member.held == step > 0:  # it came back: if it is past this, its work shows it
             return not member.reported
         return member.since <= step or not step
+
+    @staticmethod
+    def _is_behind(member: WorkerRecord, call: Call) -> bool:
+        return member.gathered < call and member.applied <= call[0]
 
     def _looks_at(self, step: int, member: WorkerRecord) -> bool:
         """It evaluates, and its value may depend on what it finds. One that hangs there finds nothing, and one that is
@@ -117,12 +124,21 @@ class Gatherings:
         last = {found.first_ids[m.peer]: found.given[m.peer] for m in those}  # of each worker, where it first was
         answer = _answer(call, {} if fault else last, fault)
         self.done[call] = answer
-        for old in list(self.done)[:-MOST_DONE]:
-            del self.done[old]
+        self._forget_old()
         for member in those:
             member.gathering = None
             member.working_since = max(member.working_since, run.clock)  # what it was given meanwhile begins now
         return [Send(member.peer, answer) for member in those]
+
+    def _forget_old(self) -> None:
+        """One that is late gets what the others got, and does not open a gathering of its own, in which it would wait
+        for those who are later still."""
+        left = MOST_TOTAL_BYTES
+        for number, call in enumerate(reversed(list(self.done))):
+            left -= len(self.done[call].data)
+            is_wanted = left >= 0 and any(self._is_behind(m, call) for m in self.run.membership.holders)
+            if number >= MOST_DONE and not is_wanted:
+                del self.done[call]
 
     def give_back(self, member: WorkerRecord) -> list[Effect]:
         """It waits for nothing any more, and its value does not count: it may come again, and give it anew."""
@@ -138,7 +154,7 @@ class Gatherings:
         self.open.clear()
         self.done.clear()
         for member in self.run.membership.members.values():
-            member.gathering, member.gathered = None, (-1, -1)
+            member.gathering, member.gathered, member.passed_over = None, (-1, -1), (-1, -1)
 
     def extend_deadlines(self, seconds: float) -> None:
         for found in self.open.values():  # one that was given just now, as the host woke, has lost no time
@@ -164,6 +180,8 @@ class Gatherings:
                 for m in self.missing(call)
             ]
             if is_over:
+                for member in self.missing(call):
+                    member.passed_over = max(member.passed_over, call)
                 effects += self._end(call, gathering)
         return effects
 

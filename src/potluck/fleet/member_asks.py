@@ -1,4 +1,4 @@
-"""Requests of a worker that its host has yet to answer: a look at held-out data, or everybody's values. Pure."""
+"""Requests of a worker that its host has yet to answer: a look at held-out data, everybody's values, a save. Pure."""
 
 import itertools
 import math
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from potluck.fleet.member_effects import MemberEffect, Say, SendToHost
-from potluck.wire.messages import Evaluated, EvaluateNext, Gather, Gathered
+from potluck.wire.messages import Evaluated, EvaluateNext, Gather, Gathered, Saved
+
+KEEP_FIRST_S, KEEP_EVERY_S = 10.0, 60.0
+"""A loop of one's own has its run saved on the host after this long, and then about this often."""
+KEEP_SHARE = 20
+"""And not before this many times as long as the last save took."""
 
 
 @dataclass
@@ -28,27 +32,24 @@ class MemberEvaluation:
 
     def ask(
         self, start: int = 0, end: int = 0, names: str = "", figures: Sequence[float] = (0.0,), samples: float = 0.0
-    ) -> SendToHost:
+    ) -> EvaluateNext:
         """Asks for the next range, and reports the last one."""
         first, *others = figures
         further = np.array(others, "<f8")
-        return SendToHost(EvaluateNext(self.step, self.rows, self.size, start, end, first, samples, names, further))
+        return EvaluateNext(self.step, self.rows, self.size, start, end, first, samples, names, further)
 
-    def take(self, done: Evaluated) -> list[MemberEffect]:
+    def take(self, done: Evaluated) -> str:
+        """Returns a sentence on what is odd; empty: nothing is."""
         self.is_under_way, self.names, self.samples = False, done.names, done.samples
         self.figures = done.loss_sum, *map(float, done.sums)
         if done.samples or not done.names:
-            return []
-        told = f"The others report other figures of the held-out rows than this worker: {done.names[:200]}."
-        return [Say(f"{told} It has no part in this validation; let its script report the same.")]
+            return ""
+        odd = f"The others report other figures of the held-out rows than this worker: {done.names[:200]}."
+        return f"{odd} It has no part in this validation; let its script report the same."
 
     def end(self) -> None:
         """There will be no answer."""
         self.is_under_way = False
-
-    @property
-    def loss(self) -> float:
-        return self.figures[0] / self.samples if self.samples else math.nan
 
 
 @dataclass
@@ -63,8 +64,8 @@ class MemberGathering:
     """In an order that is the same on every worker; our own alone where the others are elsewhere in the run."""
     fault: str = ""
 
-    def ask(self) -> SendToHost:
-        return SendToHost(Gather(self.step, self.call, self.first_id, self.data))
+    def ask(self) -> Gather:
+        return Gather(self.step, self.call, self.first_id, self.data)
 
     def take(self, message: Gathered) -> None:
         ends = list(itertools.accumulate(map(int, message.sizes)))
@@ -77,3 +78,40 @@ class MemberGathering:
 
     def end(self) -> None:
         self.found = self.found or [self.data]
+
+
+@dataclass
+class MemberSaves:
+    """Checkpoints that this worker has asked for, and what became of them on the host's disk."""
+
+    due: int = 0
+    """The last version that is to be kept."""
+    kept: Saved = Saved(0, "", "")
+    """The last checkpoint on the host's disk."""
+    failed: Saved = Saved(0, "", "")
+    """The last that it could not write, and why."""
+    due_at: float = 0.0
+    kept_at: float = 0.0
+    """When the host last had one."""
+    took_s: float = 0.0
+
+    def is_under_way(self, *, until_kept: bool) -> bool:
+        """Whether the host has not answered yet. `until_kept`: that it cannot write is no answer then."""
+        return (self.kept.step if until_kept else max(self.kept.step, self.failed.step)) < self.due
+
+    def is_keep_due(self, now: float) -> bool:
+        """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little."""
+        every_s = max(KEEP_EVERY_S if self.kept.step else KEEP_FIRST_S, KEEP_SHARE * self.took_s)
+        return self.kept.step >= self.due and now - self.kept_at > every_s
+
+    def take(self, message: Saved, now: float) -> None:
+        if message.error:
+            self.failed = message
+            return
+        self.kept, self.kept_at = message, now
+        self.took_s, self.due_at = now - self.due_at if self.due_at else 0.0, 0.0
+
+    def forget_after(self, version: int) -> None:
+        """This worker has the state of this version now: the run may have gone back, and what was due is no more."""
+        self.kept = self.kept if self.kept.step <= version else Saved(0, "", "")
+        self.due = self.kept.step

@@ -60,13 +60,15 @@ class Lateness:
         self.longest_s = max(self.longest_s, silence_s)
 
     def silence_limit_s(self, now: float, patience_s: float) -> float:
-        """Half of `patience`; less where the link was watched for that long and was never nearly as late."""
+        """Half of `patience`; less where the link was watched for that long and was never nearly as late, but never so
+        little that one which has nothing to say is taken for silent before its next heartbeat."""
         most_s = patience_s / 2
         if self.since is None or now - self.since < most_s:
             return most_s
         if now - self.began > WATCHED * patience_s:
             self.began, self.before_s, self.longest_s = now, self.longest_s, 0.0
-        return min(most_s, max(patience_s / 10, LATE * max(self.longest_s, self.before_s)))
+        least_s = max(patience_s / 10, PAUSE * beat_s(patience_s))
+        return min(most_s, max(least_s, LATE * max(self.longest_s, self.before_s)))
 
 
 @dataclass
@@ -107,6 +109,8 @@ class WorkerRecord:
     """The gathering for which it has given a value, and waits."""
     gathered: Call = (-1, -1)
     """The last one that it gave a value for."""
+    passed_over: Call = (-1, -1)
+    """The last one in which the others continued without its value. None waits for it before it has got there."""
     overflowed: set[int] = field(default_factory=set)
     """Steps in which a gradient of its had no room in fp16, as it told."""
     assigned: int = 0

@@ -66,6 +66,11 @@ class Pipe:
         _tune(connection)
 
     @property
+    def travelled_bytes(self) -> tuple[int, int, int]:
+        """Bytes that were sent, received, and spared by codings. Numbers in shared memory do not travel."""
+        return self.sent_bytes, self.received_bytes, self.spared_sent_bytes + self.spared_received_bytes
+
+    @property
     def user(self) -> int:
         """Whose process a local peer is."""
         told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -1,19 +1,17 @@
 """Plans the next step, and who computes which part of it, from what workers told of the last ones. Pure."""
 
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from potluck.agree.policy import Windowed
-from potluck.agree.records import Report
+from potluck.agree.decider import Decider
+from potluck.agree.records import Range, Report
 from potluck.agree.shares import without_singles
-from potluck.agree.windows import WindowPlan, WindowPlanner, make_planner
-from potluck.events import Decided
+from potluck.agree.windows import WindowPlan
 from potluck.fleet.coordinator_state import CoordinatorState
-from potluck.fleet.effects import Emit
-from potluck.fleet.ledger import Range
 from potluck.fleet.membership import WorkerRecord, unique_names
 from potluck.fleet.tree import Node, decide_quotas, share_nodes, sized_rows, slice_rows
 from potluck.wire.messages import Applied, Work
@@ -23,8 +21,9 @@ MOST_WINDOW = (1 << 32) - 1
 
 
 @dataclass(kw_only=True)
-class StepPlan:
-    """The plan of a step, and of who computes it. Where workers step by themselves, it is a window."""
+class StepUnderWay:
+    """One agreement: a step of all, or a window, in which workers step by themselves. How it is planned, who computes
+    it, and what came back so far."""
 
     step: int
     epoch: int
@@ -38,6 +37,26 @@ class StepPlan:
     """Rows of a step that a worker takes by itself; 0: it takes none."""
     decision: WindowPlan | None = None
     """Where workers step by themselves, or would if they did not step together now: why it is so."""
+    started: float
+    reports: dict[int, Report] = field(default_factory=dict)
+    computed_by: dict[int, int] = field(default_factory=dict)
+    """slice -> worker id, once its payload is wholly in the sums."""
+    bad: dict[int, str] = field(default_factory=dict)
+    """slice -> who computed it badly."""
+    granted: set[int] = field(default_factory=set)
+    """Slices of a plain peer that is gone: the report of the worker that computes them next replaces what was assumed.
+    Until then that stays, so that a step never lacks a report."""
+    used: bytearray = field(default_factory=bytearray)
+    buffers: bytes = b""
+    """Changes of the first slice to buffers that have no mean, as the first who computed it told."""
+    overflowed: list[str] = field(default_factory=list)
+    """Whose gradients had no room in fp16, as they told."""
+    by_worker: dict[int, Report] = field(default_factory=dict)
+    """worker id -> its seconds; and of a window the steps that it took by itself or skipped, and its figures."""
+    first_report: float | None = None
+    last_report: float = 0.0
+    loss: float = math.nan
+    samples: float = 0.0
 
     @property
     def row(self) -> int:
@@ -66,38 +85,6 @@ class StepPlan:
         sizes = np.array([end - start for start, end in self.bounds] if self.batch else [], "<u4")
         return Work(self.step, self.epoch, self.row, self.rows, self.slices, flat, sizes, self.batch)
 
-
-@dataclass(kw_only=True)
-class StepUnderWay(StepPlan):
-    """One agreement, whatever it is over."""
-
-    started: float
-    reports: dict[int, Report] = field(default_factory=dict)
-    computed_by: dict[int, int] = field(default_factory=dict)
-    """slice -> worker id, once its payload is wholly in the sums."""
-    bad: dict[int, str] = field(default_factory=dict)
-    """slice -> who computed it badly."""
-    granted: set[int] = field(default_factory=set)
-    """Slices of a plain peer that is gone: the report of the worker that computes them next replaces what was assumed.
-    Until then that stays, so that a step never lacks a report."""
-    used: bytearray = field(default_factory=bytearray)
-    buffers: bytes = b""
-    """Changes of the first slice to buffers that have no mean, as the first who computed it told."""
-    overflowed: list[str] = field(default_factory=list)
-    """Whose gradients had no room in fp16, as they told."""
-    busy: dict[int, float] = field(default_factory=dict)
-    """worker id -> seconds"""
-    batches: dict[int, int] = field(default_factory=dict)
-    """worker id -> steps that it took by itself"""
-    skipped: dict[int, int] = field(default_factory=dict)
-    """worker id -> steps of its own that it skipped"""
-    figures: dict[int, dict[str, float]] = field(default_factory=dict)
-    """worker id -> what else it told of its part of a window"""
-    first_report: float | None = None
-    last_report: float = 0.0
-    loss: float = math.nan
-    samples: float = 0.0
-
     def note_used(self, bits: bytes) -> None:
         """Note the parameters that somebody's slices gave a gradient to."""
         if len(self.used) < len(bits):
@@ -125,6 +112,9 @@ class StepUnderWay(StepPlan):
             self.reports[second] = Report(worker=ended_by)
         return (first, second), (second, second + 1)
 
+    def report_of(self, worker_id: int) -> Report:
+        return self.by_worker.get(worker_id, Report())
+
     @property
     def is_reported(self) -> bool:
         """Whether somebody has told the samples and the loss of every slice."""
@@ -136,66 +126,39 @@ class StepPlanner:
         self._run = run
         self._last: tuple[list[int], list[int]] | None = None
         """The peers of the last step, and how many slices each had."""
-        self._windows: WindowPlanner | None = None
-        self._planned: tuple[int, ...] = ()
-        """Whom the last window was planned for, in the order of their names there."""
-        self._worked: tuple[int, ...] = ()
-        """Who took part in the last window."""
+        self._drifts: dict[int, float] = {}
+        """For each worker that took part in the last agreement: how far it was from the mean, once it has told."""
         self._committed_at = 0.0
         self._applying_s = 0.0
         """How long the last of them needed to apply it, from the moment when it was formed."""
-        self._divergence: dict[int, float] = {}
-        """worker id -> what it told when it applied the last window"""
-        self._drift = 0.0
-        """The largest of them when they were last counted in."""
         self._more_s = 0.0
         """What the last step that all took together cost beyond computing; 0: the last one was a window."""
         is_new = run.description is None and not run.standing.version
-        self._alike_at = 0 if is_new else -1
-        """The step after which all workers' optimizers are known to hold the same; in a window they part. Before the
-        first step they do, but not where the run was led before: it may have gone back to its beginning."""
+        # Before the first step all optimizers hold the same, but not where the run was led before: it may have gone
+        # back to its beginning, and in a window that is begun again they may have moved.
+        self.decider = Decider(alike_at=0 if is_new else -1)
 
-    def part(self) -> None:
-        """A worker takes part whose optimizer is not known to hold what the others' do."""
-        self._alike_at = -1
+    def plan(self, working: list[WorkerRecord]) -> StepUnderWay:
+        """The next step, or window."""
+        run, standing, described = self._run, self._run.standing, self._run.described
+        if (policy := described.windowed) is None:
+            return self._plan_step(working, min(described.batch, described.rows - standing.row))
+        rows = self.decider.begin(
+            policy,
+            unique_names(working),
+            standing,
+            described.terms,
+            [(standing.row, min(described.rows, standing.row + MOST_WINDOW))],
+            rows_limit=run.rows_limit,
+        )
+        if not rows:
+            return self._plan_window(working)
+        under = self._plan_step(working, rows)
+        parts = [sum(end - start for start, end in map(under.rows_of, nodes)) for nodes in under.nodes]
+        under.decision = self.decider.together(rows, parts)
+        return under
 
-    def plan(self, working: list[WorkerRecord]) -> StepPlan | None:
-        """The next step. None: the run is over."""
-        run, standing, policy = self._run, self._run.standing, self._run.described.windowed
-        if policy is None:
-            return self._plan_step(working, min(run.described.batch, run.described.rows - standing.row))
-        rows_left = min(run.described.rows - standing.row, MOST_WINDOW)
-        if run.rows_limit:
-            rows_left = min(rows_left, run.rows_limit - standing.rows_seen)
-        if rows_left <= 0:
-            return None
-        windows = self._planner(policy, working)
-        is_first = standing.rows_seen < policy.together * run.rows_limit
-        # In a window that is begun again, or was before this host was started, optimizers may have moved; and after one
-        # they hold the same only where they are averaged.
-        is_alike = self._alike_at == standing.version
-        if standing.turn or windows.is_best_together(is_early=is_first, may=is_alike or not policy.chooses):
-            return self._plan_together(working, rows_left, is_first=is_first)
-        return self._plan_window(working, rows_left)
-
-    def _planner(self, policy: Windowed, working: list[WorkerRecord]) -> WindowPlanner:
-        names = unique_names(working)
-        if self._windows is None:
-            self._windows = make_planner(policy, names)
-        self._windows.change(names)
-        self._planned = tuple(m.worker_id for m in working)
-        return self._windows
-
-    def _plan_together(self, working: list[WorkerRecord], rows_left: int, *, is_first: bool) -> StepPlan:
-        """Up to the end of a batch of the run, as under Sync."""
-        assert self._windows is not None
-        size = self._run.described.batch
-        plan = self._plan_step(working, min(rows_left, size - self._run.standing.row % size))
-        parts = [sum(end - start for start, end in map(plan.rows_of, nodes)) for nodes in plan.nodes]
-        plan.decision = self._windows.together(parts, is_first=is_first)
-        return plan
-
-    def _plan_step(self, working: list[WorkerRecord], rows: int) -> StepPlan:
+    def _plan_step(self, working: list[WorkerRecord], rows: int) -> StepUnderWay:
         """In as many slices as ever, to each as many as its speed allows."""
         described, standing = self._run.described, self._run.standing
         slices = min(described.slices, rows)
@@ -208,21 +171,12 @@ class StepPlanner:
         shared = share_nodes(slices, quotas)
         _spare_plain_peers(working, shared)
         self._last = peers, quotas
-        return StepPlan(
-            step=standing.version + 1,
-            epoch=standing.epoch,
-            bounds=slice_rows(standing.row, rows, slices),
-            nodes=shared,
-            workers=tuple(m.worker_id for m in working),
-        )
+        return self._under_way(working, slice_rows(standing.row, rows, slices), shared)
 
-    def _plan_window(self, working: list[WorkerRecord], rows_left: int) -> StepPlan:
+    def _plan_window(self, working: list[WorkerRecord]) -> StepUnderWay:
         """For each worker a slice as large as its speed allows, and an empty one for what it may leave undone."""
-        described, standing = self._run.described, self._run.standing
-        assert self._windows is not None
-        self._alike_at = -1
-        batch = self._own_batch(len(working))
-        decision = self._windows.decide(rows_left, batch, least=described.batch)
+        described, batch = self._run.described, min(self.decider.own_rows, MOST_WINDOW)
+        decision = self.decider.alone(least=described.batch)
         if described.in_pairs and batch > 1:
             decision = replace(decision, rows=tuple(without_singles(decision.rows)))
         nodes: list[list[Node]] = []
@@ -230,76 +184,50 @@ class StepPlanner:
         for rows in decision.rows:
             nodes.append([(len(sizes), len(sizes) + 2)] if rows else [])
             sizes += [rows, 0] if rows else []
-        return StepPlan(
+        under = self._under_way(working, sized_rows(self._run.standing.row, sizes), nodes)
+        under.batch, under.decision = batch, decision
+        return under
+
+    def _under_way(self, working: list[WorkerRecord], bounds: list[Range], nodes: list[list[Node]]) -> StepUnderWay:
+        standing, workers = self._run.standing, tuple(m.worker_id for m in working)
+        return StepUnderWay(
             step=standing.version + 1,
             epoch=standing.epoch,
-            bounds=sized_rows(standing.row, sizes),
+            bounds=bounds,
             nodes=nodes,
-            workers=self._planned,
-            batch=batch,
-            decision=decision,
-        )
-
-    def _own_batch(self, workers: int) -> int:
-        """Rows of a step that a worker takes by itself."""
-        return min(-(-self._run.described.batch // workers), MOST_WINDOW)
-
-    def tell(self, decision: WindowPlan) -> Emit:
-        return Emit(
-            Decided(
-                step=self._run.steps_done,
-                rows=decision.rows,
-                reason=decision.reason,
-                version=self._run.standing.version,
-                anchor=decision.anchor,
-                divergence=self._drift,
-            )
+            workers=workers,
+            started=self._run.clock,
         )
 
     def measure(self, under: StepUnderWay) -> None:
         """Learn what the next window is planned by. How long the last took to be applied is known only now, and so
         counts here: the next is handed out before this one is applied."""
-        assert under.decision is not None
-        (self._measure_step if under.decision.together else self._measure_window)(under)
-        if under.decision.together or self._run.described.moments:
-            self._alike_at = under.step
-        self._worked, self._committed_at, self._applying_s = under.workers, self._run.clock, 0.0
-        self._drift = max(self._divergence.values(), default=0.0)
-        self._divergence = {}
-
-    def _measure_step(self, under: StepUnderWay) -> None:
-        """A step that all took together: all that it lasted beyond the longest computing is the price of agreeing. Of
-        two it is the lesser, as an evaluation may lie before one of them."""
-        assert self._windows is not None
-        rows = dict.fromkeys(self._planned, 0)
+        rows = Counter[int]()
         for number, who in under.computed_by.items():
-            rows[who] = rows.get(who, 0) + under.amount([number])
-        busy = [under.busy.get(who, 0.0) for who in self._planned]
-        before_s, self._more_s = self._more_s, max(0.0, self._run.clock - under.started - max(busy))
-        if max(busy) > 0:
-            own = self._own_batch(len(busy))
-            self._windows.observe([rows[who] for who in self._planned], busy, own, min(before_s, self._more_s))
+            rows[who] += under.amount([number])
+        reports = []
+        for who in under.workers:
+            report, drift = under.report_of(who), {"divergence": self._drifts.get(who, 0.0)}
+            reports.append(report._replace(rows=rows[who], figures={**report.figures, **drift}))
+        cost_s = self._cost_s(under, max(report.busy_s for report in reports))
+        self.decider.observe(reports, cost_s, averages_moments=bool(self._run.described.moments))
+        self._drifts = dict.fromkeys(under.workers, 0.0)
+        self._committed_at, self._applying_s = self._run.clock, 0.0
 
-    def _measure_window(self, under: StepUnderWay) -> None:
-        assert self._windows is not None
-        self._more_s = 0.0
-        sync_s = max(0.0, self._run.clock - under.last_report) + self._applying_s
-        reports = [
-            Report(
-                busy_s=under.busy.get(who, 0.0) if who in under.batches else 0.0,
-                batches=under.batches.get(who, 0),
-                figures=under.figures.get(who, {}) | {"divergence": self._divergence.get(who, 0.0)},
-            )
-            for who in self._planned
-        ]
-        if any(report.batches for report in reports):
-            self._windows.report(reports, sync_s)
+    def _cost_s(self, under: StepUnderWay, longest_s: float) -> float:
+        """What agreeing cost. In a step that all took together, that is all that it lasted beyond the longest
+        computing; of two such steps it is the lesser, as an evaluation may lie before one of them."""
+        before_s, self._more_s = self._more_s, 0.0
+        if under.batch:
+            return max(0.0, self._run.clock - under.last_report) + self._applying_s
+        self._more_s = max(0.0, self._run.clock - under.started - longest_s)
+        return min(before_s, self._more_s)
 
     def on_applied(self, member: WorkerRecord, applied: Applied) -> None:
         """This worker has applied a step for the first time."""
-        if member.worker_id in self._worked and applied.step == self._run.standing.version:
+        if member.worker_id in self._drifts and applied.step == self._run.standing.version:
             self._applying_s = max(self._applying_s, self._run.clock - self._committed_at)
-            self._divergence[member.worker_id] = applied.divergence if applied.divergence >= 0 else math.inf
+            self._drifts[member.worker_id] = applied.divergence if applied.divergence >= 0 else math.inf
 
 
 def _give_each_plain_peer_one(working: list[WorkerRecord], quotas: list[int]) -> None:

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import PotluckError
-from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator import Coordinator, feed
 from potluck.fleet.flight import FULL, START, segments
-from potluck.fleet.flight_lines import digest, input_in_words, summary, unpack
-from potluck.fleet.frozen import thaw
-from potluck.fleet.inputs import feed
+from potluck.fleet.flight_lines import digest, input_in_words, summary, thaw, unpack
 from potluck.wire.words import clean
 
 DAMAGED = (PotluckError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError)

@@ -192,7 +192,8 @@ class Saving:
 
     def expire_slow(self) -> list[Effect]:
         """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask. One that
-        has stopped in the middle is asked once more: a failure may have reached it when the next was on its way."""
+        has stopped in the middle is asked once more: a failure may have reached it when the next was on its way. So is
+        one that nobody else can stand in for: it was to send it by itself, and may wait for an earlier one."""
         run = self._run
         if self.due is None or self._moved_at >= run.clock - SLOW_STATE * run.patience_s:
             return []
@@ -200,7 +201,7 @@ class Saving:
         saving = run.membership.members.get(self.sender) if self.sender is not None else None
         slow = saving.worker_id if saving is not None else self._asked
         is_alone = all(holder.worker_id == slow for holder in run.membership.holders)
-        if is_alone and saving is None:
+        if is_alone and saving is None and slow in self._passed_over:  # another request would be another state
             return []
         self._passed_over.add(slow)
         self._asked = NOBODY

@@ -13,8 +13,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from potluck.errors import TheirProtocolError
 
 if TYPE_CHECKING:  # else loaded where a connection is encrypted, and not in every process that may have one
@@ -71,8 +69,7 @@ class Sealer(_RecordKeys):
 
     def __init__(self, key: bytes | memoryview) -> None:
         super().__init__(key)
-        # Not zeroed: pages that no record has reached take no memory.
-        self._space = np.empty(_SHORT_BYTES + RECORD_BYTES + 2 * (HEAD_BYTES + TAG_BYTES), np.uint8).data
+        self._space = _space_for(_SHORT_BYTES + RECORD_BYTES + 2 * (HEAD_BYTES + TAG_BYTES))
 
     def seal(self, parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
         """The parts, end to end, as records. What it yields is to be sent before the next is asked for."""
@@ -107,8 +104,8 @@ class Opener(_RecordKeys):
     def __init__(self, key: bytes | memoryview) -> None:
         super().__init__(key)
         self.head = memoryview(bytearray(HEAD_BYTES))
-        self._sealed = np.empty(RECORD_BYTES + TAG_BYTES, np.uint8).data
-        self._opened = np.empty(RECORD_BYTES, np.uint8).data
+        self._sealed = _space_for(RECORD_BYTES + TAG_BYTES)
+        self._opened = _space_for(RECORD_BYTES)
         self._rest = self._opened[:0]
         """What was opened and has not been taken yet."""
 
@@ -150,3 +147,10 @@ def _cipher_of(key: bytes) -> "AESGCM":
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     return AESGCM(key)
+
+
+def _space_for(size: int) -> memoryview:
+    """Memory that is not zeroed: pages that no record has reached take none."""
+    import numpy as np  # here, so that a command that seals nothing does not wait for it
+
+    return np.empty(size, np.uint8).data

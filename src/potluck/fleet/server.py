@@ -25,17 +25,16 @@ from potluck.errors import ConfigError, PotluckError
 from potluck.events import Event, Noticed
 from potluck.fleet import effects
 from potluck.fleet.base_folder import BaseFolder, BaseSender
-from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator import Coordinator, feed
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect, StepRecord
-from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection, PeerWriter
+from potluck.fleet.exchange import Exchange, PeerConnection
 from potluck.fleet.file_stream import stream_chunks, stream_header
 from potluck.fleet.flight import FlightRecorder
 from potluck.fleet.flight_lines import input_in_words, summary
-from potluck.fleet.inputs import feed
 from potluck.fleet.journal import Journal
 from potluck.fleet.lobby import Guest, Lobby
-from potluck.fleet.now import Travelled, standing_now
+from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.phases import enter_phase
 from potluck.fleet.pipe import LOOPBACK, Pipe, listen_local
 from potluck.fleet.reading import PeerReader
@@ -43,7 +42,7 @@ from potluck.fleet.sealing import new_key
 from potluck.fleet.waits import tell_owed, tell_waits
 from potluck.fleet.watchers import STUCK_S, WatcherFeed
 from potluck.wire.codec import decode
-from potluck.wire.messages import SAVE, Message, SealKey, ShareMemory, StateBegin, StateChunk
+from potluck.wire.messages import SAVE, Message, SealKey, StateBegin, StateChunk
 from potluck.wire.words import heard
 
 log = logging.getLogger("potluck.fleet")
@@ -53,6 +52,8 @@ LAST_WORDS_S = 1.0
 UNREAD = 4
 """Times `patience` in which a peer reads not even a piece of what it is sent: the averages that wait for it keep all
 others waiting."""
+MOST_TOLD = 2000
+"""Workers that a page is told of."""
 MOST_QUEUED = 8
 """Messages to one peer, before a checkpoint for it is read on."""
 
@@ -97,7 +98,6 @@ class Server:
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._travelled = Travelled()
         self._told_in: tuple[Path, Path] | None = None
         self._feeds: dict[int, WatcherFeed] = {}
         self._restored: tuple[Path, int] | None = None
@@ -182,9 +182,35 @@ class Server:
         self._act("order", action, worker)
 
     def now(self) -> dict[str, Any]:
-        """How things stand, as the page shows them."""
+        """How things stand, for the page: what no event tells, such as how long a worker is silent."""
+        core, exchange = self.core, self.exchange
         with self._lock:
-            return standing_now(self.core, self.connections, self._travelled, time.monotonic(), time.time())
+            members = list(core.membership.members.values())
+            sent, received, spared = exchange.travelled_bytes()
+            return {
+                "time": round(time.time(), 3),
+                "step": core.steps_done,
+                "paused": core.paused,
+                "saving": core.saving.is_under_way,
+                "waits_for": max(0, core.at_least - len(core.membership.ready)) if not core.standing.version else 0,
+                "members": len(members),
+                "bytes": {"sent": sent, "received": received, "saved": spared},
+                "workers": [self._now_of(member) for member in members[:MOST_TOLD]],
+            }
+
+    def _now_of(self, member: WorkerRecord) -> dict[str, Any]:
+        connection = self.connections.get(member.peer)
+        rtt_s = connection.pipe.rtt_s if connection is not None and member.address else None
+        return {
+            "id": member.worker_id,
+            "name": member.name,
+            "kind": member.kind,
+            "phase": "leaving" if member.leaving else member.phase.name.lower(),
+            "doing": member.doing(self.core.standing.version),
+            "silent_s": round(max(0.0, member.silent_s(time.monotonic())), 2),
+            "address": member.address,
+            **({"rtt_s": rtt_s} if rtt_s is not None else {}),
+        }
 
     def _account(self) -> Told:
         """Who waits for whom, what is owed, and what is queued. It waits for no lock: one may never be released."""
@@ -210,7 +236,7 @@ class Server:
     # Deciding and doing
 
     def _act(self, name: str, *what: Any) -> None:
-        """Feeds the coordinator an input of inputs.py, and does what it decides."""
+        """Feeds the coordinator one of its INPUTS, and does what it decides."""
         with self._deciding():
             now = time.monotonic()
             decided = feed(self.core, now, name, *what)
@@ -297,7 +323,7 @@ class Server:
             self._send_now(peer, StateBegin(transfer, step, header))
             for data in stream_chunks(folder, header):
                 connection = self.connections.get(peer)
-                while connection is not None and len(connection.queue) > MOST_QUEUED and not connection.gone:
+                while connection is not None and connection.out.queued > MOST_QUEUED:
                     time.sleep(0.005)
                 self._send_now(peer, StateChunk(transfer, data))
         except OSError as error:  # it was removed meanwhile: the newcomer comes again, and gets a newer one
@@ -329,17 +355,16 @@ class Server:
         connection = PeerConnection(Pipe(guest.socket), guest.codec, peer=guest.peer, plain=plain, since=effect.since)
         connection.pipe.give_up_link(self.core.patience_s)
         self.connections[guest.peer] = connection
-        self._travelled.add(guest.peer, connection.pipe)
-        if connection.pipe.is_local and not plain:
-            connection.put(Outgoing(ShareMemory()))
+        if guest.out:
+            connection.out.put(bytes(guest.out))
+        if connection.pipe.is_local and not plain and self.exchange.memory is not None:
+            connection.share(self.exchange.memory)
         if connection.pipe.can_seal and not plain:
-            connection.put(Outgoing(SealKey(new_key())))
+            connection.out.put(SealKey(new_key()))
         if not plain:
             self.exchange.send_by_parts(connection)
-        if guest.out:
-            connection.queue.appendleft(Outgoing(None, raw=bytes(guest.out)))
         self._spawn(PeerReader(connection, self.exchange).run, f"reader {guest.peer}")
-        self._spawn(PeerWriter(connection, self.exchange).run, f"writer {guest.peer}")
+        self._spawn(connection.write, f"writer {guest.peer}")
 
     def _show_to(self, peer: int) -> None:
         """To one who only watches: a thread reads the files of the run folder as fast as that one takes them."""
@@ -363,7 +388,8 @@ class Server:
     def _send(self, effect: effects.Send) -> None:
         connection = self.connections.get(effect.peer)
         if connection is not None:
-            connection.put(Outgoing(effect.message, credit=effect.credit))
+            taken = None if effect.credit is None else partial(self.exchange.taken, *effect.credit)
+            connection.out.put(effect.message, done=taken)
             enter_phase("queued", getattr(effect.message, "step", 0), message=effect.message, connection=connection)
         else:
             self._lobby.send(effect.peer, effect.message)

@@ -12,7 +12,7 @@ from typing import Any
 from potluck.agree.loss_scale import most_falls
 from potluck.agree.records import Report
 from potluck.agree.terms import UNCOMPARED
-from potluck.events import EpochDone, Stalled
+from potluck.events import EpochDone, Noticed, Stalled
 from potluck.fleet.bounds import figures_of
 from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
 from potluck.fleet.description import BAD_BUFFERS
@@ -35,10 +35,10 @@ from potluck.fleet.effects import (
 )
 from potluck.fleet.ledger import prove
 from potluck.fleet.membership import WorkerRecord, slices_of
-from potluck.fleet.notices import Notices
 from potluck.fleet.planning import StepPlanner, StepUnderWay
 from potluck.fleet.tree import Node, cover, decide_quotas, tell_slices
 from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
+from potluck.words import plural
 
 LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
 """Bounds of what a slice may report: beyond these, sums of them would overflow or vanish."""
@@ -57,7 +57,12 @@ class StepDispatcher:
         self.now: StepUnderWay | None = None
         self._records: dict[int, StepRecord] = {}
         """Steps that are committed, and not yet reported as applied."""
-        self._notices = Notices(run, at_least)
+        self._has_begun = False
+        """Whether a step was committed here. The run may go back to its start after that."""
+        self._told_of = 0
+        """How many workers were there when it was last told that the first step waits for more."""
+        self._lossless: set[int] = set()
+        """The ids of plain peers of whom it was told that they report no loss."""
 
     # Handing out
 
@@ -69,24 +74,34 @@ class StepDispatcher:
         if run.paused:
             return []
         if run.stopping if standing.version else len(ready) < self._at_least:
-            return self._notices.tell_waiting()
+            return self._tell_waiting()
         working = self._working(standing.version + 1)
         if not any(not m.plain for m in working):
             return self._start_ahead()
-        plan = self._planner.plan(working)
-        if plan is None:
-            return []
-        self.now = StepUnderWay(**vars(plan), started=run.clock)
+        self.now = under = self._planner.plan(working)
         for member in ready:
             member.nodes, member.busy_s = [], 0.0
             member.reported.clear()
-        several = any(len(nodes) > 1 for nodes in plan.nodes)
+        several = any(len(nodes) > 1 for nodes in under.nodes)
         # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
-        count = 1 if any(m.plain for m in working) else sum(map(len, plan.nodes))
-        effects: list[Effect] = [BeginStep(self.now.step, self.now.slices, count, several, self.now.batch > 0)]
-        if plan.decision is not None:
-            effects.append(self._planner.tell(plan.decision))
-        return effects + self._give_all(self.now, working)
+        count = 1 if any(m.plain for m in working) else sum(map(len, under.nodes))
+        effects: list[Effect] = [BeginStep(under.step, under.slices, count, several, under.batch > 0)]
+        if under.decision is not None:
+            effects.append(Emit(self._planner.decider.decided(under.decision)))
+        return effects + self._give_all(under, working)
+
+    def _tell_waiting(self) -> list[Effect]:
+        """A run that went back to its start waits for as many as at first: else it would stand still without a word."""
+        ready = len(self._run.membership.ready)
+        if not self._has_begun or self._told_of == ready or self._run.stopping:
+            return []
+        self._told_of, missing = ready, self._at_least - ready
+        told = (
+            f"The run is back at its start, and its first step waits for {plural(self._at_least, 'worker')}, as"
+            f" --at-least says: {ready} {'is' if ready == 1 else 'are'} here, and {missing} more"
+            f" {'has' if missing == 1 else 'have'} to join."
+        )
+        return [Emit(Noticed(sentence=told))]
 
     def _start_ahead(self) -> list[Effect]:
         """All who stay have applied the step that was to be computed again: they continue. Others would be left behind,
@@ -104,7 +119,7 @@ class StepDispatcher:
 
     def part(self) -> None:
         """A worker takes part whose optimizer has stepped by itself: the next step is a window, if they matter."""
-        self._planner.part()
+        self._planner.decider.know_alike(-1)
 
     def _working(self, step: int) -> list[WorkerRecord]:
         """List the workers that can be given something of that step."""
@@ -267,15 +282,15 @@ class StepDispatcher:
         if told:
             under.first_report = under.first_report if under.first_report is not None else run.clock
             under.last_report = run.clock
+        member.busy_s += report.busy_s
+        own = under.report_of(member.worker_id)._replace(busy_s=member.busy_s)
         if not under.batch:
             member.measure(under.amount(mine & member.reported), report.busy_s)
         elif 0 < report.busy_s < math.inf:
             member.measure(under.amount(told), report.busy_s)
-            under.batches[member.worker_id] = under.batches.get(member.worker_id, 0) + report.batches
-            under.skipped[member.worker_id] = under.skipped.get(member.worker_id, 0) + report.skipped
-            under.figures[member.worker_id] = figures_of(report)
-        member.busy_s += report.busy_s
-        under.busy[member.worker_id] = member.busy_s
+            batches, skipped = own.batches + report.batches, own.skipped + report.skipped
+            own = own._replace(batches=batches, skipped=skipped, figures=figures_of(report))
+        under.by_worker[member.worker_id] = own
         for node in bad:
             effects += self.on_bad(member.peer, under.step, node, "has a loss that is not finite")
         return effects + self._scale()
@@ -413,7 +428,7 @@ class StepDispatcher:
         run.leaders[under.step] = holders[0].worker_id if holders else 0
         run.leaders.pop(under.step - 3, None)
         effects: list[Effect] = [Record(record), *self._tell_committed(under, record, epoch)]
-        effects += self._notices.tell_committed(under)
+        effects += self._tell_lossless(under)
         if epoch is not None:
             effects.append(Emit(epoch))
         if run.stopping:
@@ -436,8 +451,8 @@ class StepDispatcher:
                 "name": m.name,
                 "rows": sum(end - start for start, end, who in ranges if who == m.worker_id),
                 "samples": sum(under.reports[n].samples for n in by if by[n] == m.worker_id),
-                "busy_s": round(under.busy.get(m.worker_id, 0.0), 6),
-                "wait_s": round(max(0.0, run.clock - under.started - under.busy.get(m.worker_id, 0.0)), 6),
+                "busy_s": round(under.report_of(m.worker_id).busy_s, 6),
+                "wait_s": round(max(0.0, run.clock - under.started - under.report_of(m.worker_id).busy_s), 6),
             }
             for m in run.membership.ready
         )
@@ -451,10 +466,10 @@ class StepDispatcher:
         run = self._run
         seconds = run.clock - under.started
         told: dict[str, Any] = {"workers": record.workers, "epoch": epoch and dict(vars(epoch)), "seconds": seconds}
-        if under.decision is not None and under.decision.together:  # who was given nothing of it has not heard so
+        if self.is_together:  # who was given nothing of it has not heard so
             told["together"] = True
         told |= {"overflowed": under.overflowed[:MOST_NAMED]} if under.overflowed else {}
-        if skipped := sum(under.skipped.get(who, 0) for who in {who for *_, who in record.ranges}):
+        if skipped := sum(int(under.report_of(who).skipped) for who in {who for *_, who in record.ranges}):
             told["skipped"] = skipped  # by those whose changes are in the mean
         those = [m for m in run.membership.inside if not m.plain and m.since <= under.step]
         others = {m.worker_id for m in (*run.membership.ready, *those)} - {run.leaders[under.step]}
@@ -471,6 +486,15 @@ class StepDispatcher:
             under.buffers,
         )
         return [Send(member.peer, committed) for member in those]
+
+    def _tell_lossless(self, under: StepUnderWay) -> list[Effect]:
+        """A plain peer that sends parts reports no loss: of each, tell once what the losses shown are of."""
+        self._has_begun, self._told_of = True, 0
+        lossless = {int(found.worker) for found in under.reports.values() if math.isnan(found.loss_sum)}
+        new = [m for m in self._run.membership.ready if m.plain and m.worker_id in lossless - self._lossless]
+        self._lossless |= {member.worker_id for member in new}
+        told = "sends its gradient in parts, which report no loss: the losses shown are of the other workers' rows."
+        return [Emit(Noticed(sentence=f"{member.name} {told}")) for member in new]
 
     def _end_epoch(self) -> EpochDone:
         described, standing = self._run.described, self._run.standing

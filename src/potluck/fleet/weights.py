@@ -225,7 +225,7 @@ class Weights:
             return []
         if self._is_anybody_expected() and not self.saving.is_last_kept:
             return []
-        if self.saving.is_last_coming:  # the disk says soon whether the last step is there
+        if self.saving.is_writing:  # the disk says soon what is there to go back to
             return []
         return self._continue_without_them()
 

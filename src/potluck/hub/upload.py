@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
-from potluck.words import plural, say, size
+from potluck.words import first_line, plural, say, size
 
 MARK = "potluck.json"
 """File beside the model: says that a repository is a run's, and may be written over by the next push."""
@@ -33,17 +33,19 @@ def upload(folder: Path, repo: str, *, public: bool, force: bool) -> str:
     library = client()
     api = library.HfApi()
     try:
-        before: set[str] = set()
+        is_ours = False
         if api.repo_exists(repo):
-            before = _files_of_ours(api, repo, force=force)
+            is_ours = _is_ours(api, repo, force=force)
             is_private = bool(api.model_info(repo).private)
             if is_private == public:
                 say(f"{repo} stays {'private' if is_private else 'public'}: that is changed on its page of the hub.")
         else:
             api.create_repo(repo, private=not public)
-        api.create_commit(repo, _changes(library, folder, before), commit_message="Pushed by potluck")
+        # One commit, so that nobody loads half of it.
+        gone = ["*.safetensors", "*.json"] if is_ours else None
+        api.upload_folder(repo_id=repo, folder_path=folder, delete_patterns=gone, commit_message="Pushed by potluck")
     except library.errors.HFValidationError as error:
-        raise ConfigError(f"{repo!r} is no name for a repository: {_first_line(error)}. Such as: you/name.") from None
+        raise ConfigError(f"{repo!r} is no name for a repository: {first_line(error)}. Such as: you/name.") from None
     except (library.errors.HfHubHTTPError, OSError) as error:
         raise ConfigError(f"The hub did not take {repo}: {_why(error)}.") from None
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -53,8 +55,8 @@ def upload(folder: Path, repo: str, *, public: bool, force: bool) -> str:
     return url
 
 
-def _files_of_ours(api: Any, repo: str, *, force: bool) -> set[str]:
-    """List the files that an earlier push has left there; refuse a repository that is somebody else's work."""
+def _is_ours(api: Any, repo: str, *, force: bool) -> bool:
+    """Tell whether an earlier push has left it; refuse a repository that is somebody else's work."""
     files = set(api.list_repo_files(repo)) - {".gitattributes"}
     if files and MARK not in files and not force:
         shown = ", ".join(sorted(files)[:3]) + (", ..." if len(files) > 3 else "")
@@ -62,15 +64,7 @@ def _files_of_ours(api: Any, repo: str, *, force: bool) -> set[str]:
             f"{repo} holds something else than a push of potluck ({shown}). Name another repository; or, to write into"
             " this one, add --force."
         )
-    return {name for name in files if name.endswith((".safetensors", ".json"))} if MARK in files else set()
-
-
-def _changes(library: Any, folder: Path, before: set[str]) -> list[Any]:
-    """List the changes as one commit, so that nobody loads half of it."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    gone = [library.CommitOperationDelete(path_in_repo=name) for name in sorted(before - files.keys())]
-    added = [library.CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
-    return gone + added
+    return MARK in files
 
 
 def _why(error: BaseException) -> str:
@@ -79,8 +73,4 @@ def _why(error: BaseException) -> str:
         return "the token is not valid; log in again with: hf auth login"
     if status == 403:
         return "this token may not write there; it needs write access, or another name in front of the slash"
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
+    return first_line(error)

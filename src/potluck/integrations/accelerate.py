@@ -6,7 +6,7 @@ A batch is that of all workers together, so the numbers are those of one process
 divide by it, or multiply. Knows nothing of the library itself, which need not be installed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,7 @@ from potluck.data.rows import arrived
 from potluck.data.source import held_out
 from potluck.data.stream import is_stream
 from potluck.errors import ConfigError
-from potluck.integrations.scheduling import by_epochs, heard
-from potluck.integrations.step_batches import step_loader
-from potluck.integrations.until_exit import check_no_stages, fleet_until_exit
+from potluck.integrations.loops import by_epochs, check_no_stages, fleet_until_exit, heard, step_loader
 from potluck.words import plural
 
 WITHOUT_EFFECT = ("split_batches", "even_batches", "device_placement", "cpu")
@@ -90,12 +88,9 @@ class Accelerator:
             if schedulers and not self._by_epochs:
                 self._trained.expect_steps_of(schedulers[0])
             replaced = {id(model): prepared, id(data): self._trained}
-        replaced |= {id(each): LookedLoader(self.fleet, each, self._look_at) for each in loaders}
+        replaced |= {id(each): LookedLoader(self, each) for each in loaders}
         back = tuple(replaced.get(id(each), each) for each in objects)
         return back if len(back) != 1 else back[0]
-
-    def _look_at(self, loader: "LookedLoader") -> None:
-        self._looked = loader
 
     def backward(self, loss: Tensor, *, samples: float | None = None) -> None:
         """`samples`: what the loss is a mean over, if that is not the batch's rows: tokens, for instance."""
@@ -287,15 +282,16 @@ class TrainedLoader(_OfLoader):
 class LookedLoader(_OfLoader):
     """Each worker has its part of every batch; under a host, where workers come and go, each has all of it."""
 
-    def __init__(self, fleet: Engine, plain: "DataLoader[Any]", on_use: Callable[["LookedLoader"], None]) -> None:
+    def __init__(self, accelerator: Accelerator, plain: "DataLoader[Any]") -> None:
         super().__init__(plain)
-        self.fleet, self._on_use = fleet, on_use
+        self._accelerator = accelerator
+        self.fleet = fleet = accelerator.fleet
         self.is_shared = not fleet.is_led and fleet.world > 1 and not is_stream(plain.dataset)
         self.counts = True
         """Whether this worker has rows of the batch that was given last."""
 
     def __iter__(self) -> Iterator[Any]:
-        self._on_use(self)
+        self._accelerator._looked = self
         if not self.is_shared:
             yield from (arrived(batch, self.fleet.device) for batch in self._plain)
             return

@@ -22,9 +22,7 @@ from potluck.batch_shapes import rows_of
 from potluck.data.rows import arrived, read_batch
 from potluck.devices import choose_device
 from potluck.errors import ConfigError
-from potluck.integrations.scheduling import by_epochs
-from potluck.integrations.step_batches import step_loader
-from potluck.integrations.until_exit import check_no_stages, fleet_until_exit
+from potluck.integrations.loops import by_epochs, check_no_stages, fleet_until_exit, step_loader
 
 try:
     from lightning.pytorch.plugins.precision import Precision
@@ -69,10 +67,8 @@ class PotluckStrategy(SingleDeviceStrategy):
         trainer = self._trainer
         if self.fleet is None and trainer.state.fn == TrainerFn.FITTING:
             is_fp16 = str(trainer.precision).startswith("16")
-            clip, trainer.gradient_clip_val = (
-                trainer.gradient_clip_val or None,
-                None,
-            )  # done where the whole gradient is
+            clip = trainer.gradient_clip_val or None
+            trainer.gradient_clip_val = None  # done where the whole gradient is
             if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
                 self._clip_value, clip = clip, None
             step = StepConfig(clip=clip, precision="fp16" if is_fp16 else "fp32")

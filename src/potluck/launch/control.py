@@ -59,68 +59,40 @@ class State:
     """Address of its host."""
 
 
-@dataclass
-class Control:
-    """A joiner's own folder; none where none can be written: then nobody can pause it."""
+@dataclass(frozen=True)
+class Joiner:
+    """A joiner by its folder: its process tells there what it does, and its owner what is wished."""
 
-    folder: Path | None
-    run: str
+    folder: Path
+    run: str = ""
+    """Address of its host, which its process knows."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
     def tell(self, doing: str, sentence: str) -> None:
-        if self.folder is None:
-            return
         with suppress(OSError):  # a full disk must not end a worker
             write_whole(self.folder / STATE, json.dumps(vars(State(doing, sentence, self.run))), 0o600)
 
+    def state(self) -> State:
+        found = read_table(self.folder / STATE, MOST_BYTES)
+        return State(*(str(found.get(name, "")) for name in ("doing", "sentence", "run")))
+
+    def ask(self, wish: Wish) -> None:
+        try:
+            write_whole(self.folder / WISH, json.dumps(vars(wish)), 0o600)
+        except OSError as error:
+            raise ConfigError(f"Cannot tell {self.name}: {error.strerror}.") from None
+
     def wish(self) -> Wish:
-        found = read_table(self.folder / WISH, MOST_BYTES) if self.folder is not None else {}
+        found = read_table(self.folder / WISH, MOST_BYTES)
         until, for_s = found.get("until"), found.get("for_s")
         return Wish(
             found.get("pauses") is True,
             float(until) if isinstance(until, int | float) else None,
             float(for_s) if isinstance(for_s, int | float) else None,
         )
-
-
-@contextmanager
-def controlled(name: str, run: str) -> Iterator[Control]:
-    """A folder that others of this user find while this process lives. `run`: where its host is, without a secret."""
-    folder = control_folder() / name
-    try:
-        make_own_anew(folder.parent, name)
-        file: IO[Any] = (folder / LOCK).open("w")
-        lock(file, wait=True)  # a process that looks for joiners holds it for a moment
-    except OSError as error:  # in a container, say, without a home; or on a file system without locks
-        say(f"potluck pause will not find this worker: cannot write {folder}: {error.strerror}.")
-        yield Control(None, run)
-        return
-    with file:
-        try:
-            yield Control(folder, run)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-# From outside
-
-
-@dataclass(frozen=True)
-class Found:
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    def state(self) -> State:
-        found = read_table(self.folder / STATE, MOST_BYTES)
-        return State(*(str(found.get(name, "")) for name in ("doing", "sentence", "run")))
-
-    def wish(self, wish: Wish) -> None:
-        try:
-            write_whole(self.folder / WISH, json.dumps(vars(wish)), 0o600)
-        except OSError as error:
-            raise ConfigError(f"Cannot tell {self.name}: {error.strerror}.") from None
 
     @property
     def is_alive(self) -> bool:
@@ -135,16 +107,39 @@ class Found:
         return False
 
 
-def find_joiners() -> list[Found]:
+@contextmanager
+def controlled(name: str, run: str) -> Iterator[Joiner]:
+    """A folder that others of this user find while this process lives. `run`: where its host is, without a secret."""
+    folder = control_folder() / name
+    try:
+        make_own_anew(folder.parent, name)
+        file: IO[Any] = (folder / LOCK).open("w")
+        lock(file, wait=True)  # a process that looks for joiners holds it for a moment
+    except OSError as error:  # in a container, say, without a home; or on a file system without locks
+        say(f"potluck pause will not find this worker: cannot write {folder}: {error.strerror}.")
+        shutil.rmtree(folder, ignore_errors=True)  # what it tells goes nowhere, and nothing is wished
+        yield Joiner(folder, run)
+        return
+    with file:
+        try:
+            yield Joiner(folder, run)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# From outside
+
+
+def find_joiners() -> list[Joiner]:
     """List this user's joiners on this machine; what killed ones have left behind is cleared away."""
-    return [Found(folder) for folder in kept_by(control_folder(), lambda folder: Found(folder).is_alive)]
+    return [Joiner(folder) for folder in kept_by(control_folder(), lambda folder: Joiner(folder).is_alive)]
 
 
 def pause(name: str | None, length: str | None) -> int:
     seconds = parse_length(length) if length is not None else None
     joiners = [(joiner, joiner.state()) for joiner in choose(find_joiners(), name, "pause")]
     for joiner, _ in joiners:  # all of them hear it now, however long one takes to go
-        joiner.wish(Wish(True, time.time() + seconds if seconds is not None else None, seconds))
+        joiner.ask(Wish(True, time.time() + seconds if seconds is not None else None, seconds))
     for joiner, before in joiners:
         if before.doing == "paused":  # then it has only another time to come back
             state = _next_state(joiner, before)
@@ -159,23 +154,23 @@ def pause(name: str | None, length: str | None) -> int:
 def resume(name: str | None) -> int:
     for joiner in choose(find_joiners(), name, "resume"):
         before = joiner.state()
-        joiner.wish(Wish(False))
+        joiner.ask(Wish(False))
         say(f"{joiner.name}: {_next_state(joiner, before).sentence}")
     return 0
 
 
-def _next_state(joiner: Found, before: State) -> State:
+def _next_state(joiner: Joiner, before: State) -> State:
     """One that has another reason to be away says so again, and one that works says that."""
     wait_until(lambda: joiner.state() != before, 2.0)
     return joiner.state()
 
 
-def _await_pause(joiner: Found) -> State:
+def _await_pause(joiner: Joiner) -> State:
     wait_until(lambda: joiner.state().doing == "paused" or not joiner.is_alive, WAIT_S)
     return joiner.state()
 
 
-def choose(joiners: list[Found], name: str | None, command: str) -> list[Found]:
+def choose(joiners: list[Joiner], name: str | None, command: str) -> list[Joiner]:
     """The one that is meant, or all of them; a ConfigError lists them where it is not clear."""
     if not joiners:
         raise ConfigError("No worker of yours has joined a run from this machine: start one with potluck join INVITE.")

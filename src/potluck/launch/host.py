@@ -44,12 +44,11 @@ from potluck.fleet.flight import FLIGHT
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, reachable, read_invite
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.server import Server
-from potluck.launch.host_options import HostArgs
+from potluck.launch.options import HostArgs
 from potluck.launch.processes import WorkerPool
 from potluck.page.reader import EVENTS, NOW
-from potluck.page.settings import PageSettings
 from potluck.page.start import PageProcess, start_page
-from potluck.page.where import page_address
+from potluck.page.where import PageSettings, page_address
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder

@@ -9,12 +9,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
-from potluck.errors import ConfigError
 from potluck.files import table_in
 from potluck.words import duration
 
@@ -54,11 +53,6 @@ def read_aws(answer: str) -> Notice | None:
     if found.get("action") not in ("terminate", "stop", "hibernate"):
         return None
     return Notice("AWS spot", _iso(found.get("time")))
-
-
-def read_aws_risk(answer: str) -> bool:
-    """events/recommendations/rebalance: {"noticeTime": ...}. A spot machine that is more likely to go than before."""
-    return _iso(table_in(answer).get("noticeTime")) is not None
 
 
 def read_gcp(answer: str, now: float) -> Notice | None:
@@ -153,8 +147,8 @@ def ask_aws(say: Callable[[str], None]) -> Iterator[Notice | None]:
         answer = ask("/latest/meta-data/spot/instance-action", headers)
         if answer is not None and (notice := read_aws(answer[0])) is not None:
             yield notice
-        risk = ask("/latest/meta-data/events/recommendations/rebalance", headers)
-        if risk is not None and read_aws_risk(risk[0]) and not has_warned:
+        risk = ask("/latest/meta-data/events/recommendations/rebalance", headers)  # {"noticeTime": ...}
+        if risk is not None and _iso(table_in(risk[0]).get("noticeTime")) is not None and not has_warned:
             has_warned = True
             say("AWS says that this spot machine may soon be taken back. It works until the notice comes.")
         yield None
@@ -181,7 +175,8 @@ def ask_azure(say: Callable[[str], None]) -> Iterator[Notice | None]:
         yield read_azure(answer[0], name[0].strip()) if answer is not None else None
 
 
-PROVIDERS: dict[str, tuple[Callable[[Callable[[str], None]], Iterator[Notice | None]], float]] = {
+AskProvider = Callable[[Callable[[str], None]], Iterator[Notice | None]]
+PROVIDERS: dict[str, tuple[AskProvider, float]] = {
     "aws": (ask_aws, 5.0),
     "gcp": (ask_gcp, 1.0),
     "azure": (ask_azure, 2.0),
@@ -189,42 +184,27 @@ PROVIDERS: dict[str, tuple[Callable[[Callable[[str], None]], Iterator[Notice | N
 """How each is asked, and how many seconds after an answer it is asked again."""
 METADATA = "169.254.169.254"
 """Address of all three services; it leads no further than the machine's own link."""
-WATCHES = ("off", "auto", *PROVIDERS)
 
 
-def check_watch(watch: str) -> str:
-    if watch not in WATCHES:
-        raise ConfigError(f"--watch takes one of {', '.join(WATCHES)}, not {watch!r}.")
-    return watch
-
-
-def start_watch(watch: str, say: Callable[[str], None]) -> "NoticeWatch":
-    """`auto`: of the cloud that this machine's firmware names, if it names one."""
-    provider: str | None = watch if watch in PROVIDERS else None
-    if watch == "auto" and (provider := decide_provider(firmware())) is None:
-        say("The firmware of this machine names no cloud that gives notices; SIGTERM and SIGUSR1 are heard.")
-    notices = NoticeWatch()
-    if provider is not None:
-        answers, every_s = PROVIDERS[provider]
-        notices.start(answers(say), every_s)
-    return notices
-
-
-@dataclass
 class NoticeWatch:
-    """The thread that asks, until there is a notice or the process ends."""
+    """The thread that asks, until there is a notice or the process ends. `watch`: a provider, off, or auto: the cloud
+    that this machine's firmware names, if it names one."""
 
-    notice: Notice | None = None
-    _over: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, watch: str, say: Callable[[str], None]) -> None:
+        self.notice: Notice | None = None
+        self._over = threading.Event()
+        provider = decide_provider(firmware()) if watch == "auto" else watch
+        if provider is None:
+            say("The firmware of this machine names no cloud that gives notices; SIGTERM and SIGUSR1 are heard.")
+        elif provider != "off":
+            # A thread: an answer may take seconds, and workers are looked after meanwhile.
+            threading.Thread(target=self._run, args=(*PROVIDERS[provider], say), name="notices", daemon=True).start()
 
-    def start(self, answers: Iterator[Notice | None], every_s: float) -> None:
-        def run() -> None:
-            while not self._over.is_set() and self.notice is None:
-                self.notice = next(answers)
-                self._over.wait(every_s if self.notice is None else 0)
-
-        # A thread: an answer may take seconds, and workers are looked after meanwhile.
-        threading.Thread(target=run, name="notices", daemon=True).start()
+    def _run(self, ask: AskProvider, every_s: float, say: Callable[[str], None]) -> None:
+        answers = ask(say)
+        while not self._over.is_set() and self.notice is None:
+            self.notice = next(answers)
+            self._over.wait(every_s if self.notice is None else 0)
 
     def close(self) -> None:
         self._over.set()

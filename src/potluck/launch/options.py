@@ -1,78 +1,181 @@
-"""Options that several commands have."""
+"""Options that several commands have; HostOptions, those of `potluck host`; and HostArgs: what they come to, checked.
 
-from typing import Annotated
+Imports no torch.
+"""
 
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli_w
 import tyro
 
-from potluck.config import checked
-from potluck.trackers.known import LIBRARIES
-from potluck.train.arguments import WorkersConfig
+from potluck.config import checked, parse_toml
+from potluck.environment import check_patience
+from potluck.errors import ConfigError
+from potluck.files import first_free
+from potluck.save.run_folder import holds_run, name_fault
+from potluck.trackers.known import LIBRARIES, check_trackers
+from potluck.train.arguments import WorkersConfig, as_settings, find_recipe, workers_in
 
+
+def option(metavar: str, help: str | None = None, *, default: str | None = None, **more: Any) -> Any:
+    """How an option is shown: the word for its value, its help, if that is not the note below it, and its default in
+    words."""
+    hint = None if default is None else f"(default: {default})"
+    return tyro.conf.arg(metavar=metavar, help=help, help_behavior_hint=hint, **more)
+
+
+Repeated = tyro.conf.UseAppendAction[list[str]]
 Settings = Annotated[
-    tyro.conf.UseAppendAction[list[str]],
-    tyro.conf.arg(
-        name="set", metavar="A.B=VALUE", help="Change a setting of the recipe, such as fit.epochs=3. May be repeated."
-    ),
+    Repeated,
+    option("A.B=VALUE", "Change a setting of the recipe, such as fit.epochs=3. May be repeated.", name="set"),
 ]
-Workers = Annotated[
-    int | None,
-    tyro.conf.arg(
-        aliases=["-n"],
-        metavar="N",
-        help="Worker processes on this machine.",
-        help_behavior_hint="(default: the recipe's)",
-    ),
-]
-Count = Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N", help="Worker processes on this machine.")]
-Threads = Annotated[
-    int | None, tyro.conf.arg(metavar="N", help="Threads of each worker, instead of an even share of the cores.")
-]
+WORKERS = "Worker processes on this machine."
+Workers = Annotated[int | None, option("N", WORKERS, default="the recipe's", aliases=["-n"])]
+Count = Annotated[int, option("N", WORKERS, aliases=["-n"])]
+Threads = Annotated[int | None, option("N", "Threads of each worker, instead of an even share of the cores.")]
 Data = Annotated[
     tuple[str, ...],
-    tyro.conf.arg(
-        metavar="PATH ...",
-        help="Text files, or folders of them.",
-        help_behavior_hint="(default: the recipe's, or the standard library)",
-    ),
+    option("PATH ...", "Text files, or folders of them.", default="the recipe's, or the standard library"),
 ]
 Track = Annotated[
-    tyro.conf.UseAppendAction[list[str]],
-    tyro.conf.arg(
-        metavar="TRACKER",
-        help=f"Report the run there too: {', '.join(LIBRARIES)}. May be repeated.",
-        help_behavior_hint="(default: fit.track)",
-    ),
+    Repeated,
+    option("TRACKER", f"Report the run there too: {', '.join(LIBRARIES)}. May be repeated.", default="fit.track"),
 ]
-Out = Annotated[
-    str | None,
-    tyro.conf.arg(metavar="FOLDER", help="The run folder.", help_behavior_hint="(default: runs/NAME, numbered)"),
-]
+Out = Annotated[str | None, option("FOLDER", "The run folder.", default="runs/NAME, numbered")]
 Ranks = Annotated[
     int | None,
-    tyro.conf.arg(
-        metavar="N",
-        help="Processes that hold each worker's model together, where the strategy splits it.",
-        help_behavior_hint="(default: one for each GPU)",
+    option(
+        "N",
+        "Processes that hold each worker's model together, where the strategy splits it.",
+        default="one for each GPU",
     ),
 ]
 Only = Annotated[
     int | None,
-    tyro.conf.arg(
-        metavar="WORKER",
-        help="Start this one of the workers, counted from 0; the others run elsewhere, and all meet in a store.",
-        help_behavior_hint="(default: all, here)",
+    option(
+        "WORKER",
+        "Start this one of the workers, counted from 0; the others run elsewhere, and all meet in a store.",
+        default="all, here",
     ),
 ]
-
 Page = Annotated[
     str | None,
-    tyro.conf.arg(
-        metavar="WHERE",
-        help="Where the live page is: off, a port, or ADDRESS:PORT such as 0.0.0.0:8080.",
-        help_behavior_hint="(default: this machine, any free port; or what POTLUCK_PAGE says)",
+    option(
+        "WHERE",
+        "Where the live page is: off, a port, or ADDRESS:PORT such as 0.0.0.0:8080.",
+        default="this machine, any free port; or what POTLUCK_PAGE says",
     ),
 ]
 
 
 def workers_config(count: int, threads: int | None, ranks: int | None = None) -> WorkersConfig:
     return checked(lambda: WorkersConfig(count=count, threads=threads, ranks=ranks), "Workers: ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    what: Annotated[tyro.conf.Positional[str], option("RECIPE|SCRIPT")]
+    """A recipe, as for train; or a Python file, as for run."""
+    data: Data = ()
+    workers: Annotated[int, option("N", aliases=["-n"])] = 1
+    """Workers on this machine; 0: only those who join."""
+    threads: Threads = None
+    ranks: Ranks = None
+    out: Out = None
+    resume: bool = False
+    """Continue the run of the run folder."""
+    or_resume: bool = False
+    """Continue the run of the run folder if it holds one; else begin it."""
+    host: Annotated[str, option("ADDRESS")] = "127.0.0.1"
+    """Where to listen; 0.0.0.0 lets other machines join, encrypted."""
+    port: Annotated[int, option("N")] = 0
+    """0: any that is free, and the same again on --resume."""
+    address: Annotated[str | None, option("NAME")] = None
+    """How others reach this machine, for the invite."""
+    identity: Annotated[Path | None, option("FOLDER", default="the run folder's own")] = None
+    """Folder that `potluck invite` made: its invite is in others' hands, and is not printed here."""
+    patience_s: Annotated[float, option("SECONDS", name="patience")] = 30.0
+    """How long a worker may be silent before it is given up."""
+    at_least: Annotated[int, option("N")] = 1
+    """Workers to wait for before the first step."""
+    insecure: bool = False
+    """No encryption and no secret; plain peers of the published protocol may join."""
+    track: Track = field(default_factory=list)
+    page: Page = None
+    control: bool = False
+    """Let whoever sees the page pause the run, save it, and let workers go."""
+    settings: Settings = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostArgs:
+    options: HostOptions
+    folder: Path
+    recipe: str
+    """TOML; empty where a script is trained."""
+    command: tuple[str, ...]
+    """Command that a worker on this machine runs."""
+    workers: WorkersConfig
+    resume: bool
+    track: tuple[str, ...]
+    """The trackers that the host reports the run to; its workers report to none."""
+    base: Path | None = None
+    """The folder of the base model, for workers that lack it."""
+
+
+def host_args(options: HostOptions) -> HostArgs:
+    if options.workers < 0 or options.at_least < 1 or not 0 <= options.port < 1 << 16:
+        raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
+    if options.insecure and options.identity is not None:
+        raise ConfigError("--identity holds a secret, and a host with --insecure has none. Leave out one of them.")
+    what, threads, ranks, track = options.what, options.threads, options.ranks, options.track
+    if what.endswith(".py"):
+        if not Path(what).is_file():
+            raise ConfigError(f"There is no script {what}.")
+        recipe, name = "", Path(what).stem
+        command: tuple[str, ...] = (what,)
+    else:
+        text, source = find_recipe(what)
+        asked = as_settings({"data.paths": options.data, "fit.track": check_trackers(track)})
+        table = parse_toml(text, source=source, overrides=(*options.settings, *asked))
+        name = table.get("name", "run")
+        if fault := name_fault(name):
+            raise ConfigError(f"{source}: name {fault}.")
+        given = workers_in(table)
+        threads, ranks = threads or given.threads, ranks or given.ranks
+        # Workers on this machine read what this command line says, not what comes over the connection.
+        track = track or _tracked(table)
+        tables = (("data", "paths"), ("model", "hf"))
+        own = as_settings({f"{a}.{b}": table[a].get(b) for a, b in tables if isinstance(table.get(a), dict)})
+        recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
+    folder = Path(options.out) if options.out else Path("runs") / name
+    resume = options.resume or (options.or_resume and holds_run(folder))
+    if options.out is None and not resume and not options.or_resume:
+        folder = first_free(folder, holds_run)  # a new run never takes over a folder that holds one
+    if resume and not holds_run(folder):
+        raise ConfigError(f"There is no run to resume in {folder}. Leave out --resume, or name its folder with --out.")
+    config = workers_config(max(1, options.workers), threads, ranks)
+    checked(lambda: check_patience("--patience", options.patience_s))
+    return HostArgs(
+        options=options,
+        folder=folder,
+        recipe=recipe,
+        command=command,
+        workers=config,
+        resume=resume,
+        track=check_trackers(track),
+    )
+
+
+def _tracked(recipe: dict[str, Any]) -> list[str]:
+    """By a recipe, of which the workers check the rest."""
+    fit = recipe.get("fit")
+    if not isinstance(fit, dict):
+        return []
+    names = fit.get("track", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f'fit.track is a list of trackers, such as ["wandb"], not {names!r}.')
+    return names + ["tensorboard"] * (fit.get("tensorboard") is True)

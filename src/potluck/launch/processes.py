@@ -198,7 +198,9 @@ def _watch(team: list[Worker]) -> int:
             _note_ends(team, ended)
         if all(worker.code == 0 for worker in ended):
             return 0
-        _let_the_others_end(team, ended)
+        # They notice by themselves that a peer is gone, and are ended if they do not.
+        wait_until(lambda: _note_ends(team, ended), GRACE_S)
+        end_workers(team, signal.SIGTERM)
         failed = _failed(ended, interrupts)
         return _report(_explained(failed) if failed else _speaker(ended))
 
@@ -217,12 +219,6 @@ def _explained(failed: list[Worker]) -> Worker:
 def _speaker(ended: list[Worker]) -> Worker:
     """Nobody failed by itself. Of those who were asked to stop, the lowest rank knows where the run was saved."""
     return min((worker for worker in ended if worker.code), key=lambda w: (w.code != Interrupted.exit_code, w.rank))
-
-
-def _let_the_others_end(team: list[Worker], ended: list[Worker]) -> None:
-    """Let the others end: they notice by themselves that a peer is gone, and are ended if they do not."""
-    wait_until(lambda: _note_ends(team, ended), GRACE_S)
-    end_workers(team, signal.SIGTERM)
 
 
 def _note_ends(team: list[Worker], ended: list[Worker]) -> bool:

@@ -21,8 +21,7 @@ from potluck.finetune.settings import is_finetune
 from potluck.train.arguments import TrainArgs, ask_for_files, find_recipe
 from potluck.train.recipe import RecipeConfig, RunConfig, train_recipe
 from potluck.train.summary import show_summary
-from potluck.train.text import read_rows
-from potluck.train.word_pieces import TOKENIZER
+from potluck.train.text import TOKENIZER, read_rows
 from potluck.wire.words import clean
 
 

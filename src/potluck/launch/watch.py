@@ -13,9 +13,8 @@ from potluck.fleet.invite import read_invite
 from potluck.launch.join import HIDDEN, hide_invite
 from potluck.page.reader import EVENTS
 from potluck.page.remote import RemoteRun
-from potluck.page.settings import PageSettings
 from potluck.page.start import prepare_page, tell_of
-from potluck.page.where import page_address
+from potluck.page.where import PageSettings, page_address
 from potluck.system import HAS_GROUPS
 
 
@@ -40,18 +39,18 @@ def watch(what: str, page: str | None) -> int:
         invite = folder / "invite" if is_folder else None
         wanted = PageSettings(folder=folder, invite=invite, identity=identity, keeps_place=False)
         try:
-            place, settings = prepare_page(address, wanted)
+            listener, settings = prepare_page(address, wanted)
         except OSError as error:
             raise ConfigError(
                 f"Cannot serve the page at {address.host} port {address.port}: {error.strerror}. Name another with"
                 " --page."
             ) from None
-        tell_of(place)
+        tell_of(settings)
         print("Ctrl-C ends the page, and not the run.", flush=True)
         from potluck.page.serve import serve  # Starlette and uvicorn: only where they serve
 
         with suppress(KeyboardInterrupt):  # that is how a person ends the page: no error
-            serve(settings, place.listener, until_input_ends=False)
+            serve(settings, listener, until_input_ends=False)
     return 0
 
 

@@ -163,11 +163,9 @@ def _sentence(processes: list[FoundProcess]) -> str:
     ]
     first = [words for role, words in said if not role.startswith("worker")]
     waits = [words for _, words in said if " waits " in words or " wait " in words]
-    return next(iter([*first, *waits, *(words for _, words in said)]), _count(processes))
-
-
-def _count(processes: list[FoundProcess]) -> str:
-    return f"{plural(len(processes), 'process')} of this run on this machine, and none says what it waits for yet."
+    count = plural(len(processes), "process")
+    none = f"{count} of this run on this machine, and none says what it waits for yet."
+    return next(iter([*first, *waits, *(words for _, words in said)]), none)
 
 
 def _tell_none(folder: Path | None) -> str:

@@ -7,6 +7,7 @@ python -m potluck.launch.worker --finish RUN
 """
 
 import atexit
+import gc
 import os
 import runpy
 import signal
@@ -54,8 +55,11 @@ def _main() -> int:
 
 def _run(arguments: list[str]) -> None:
     if arguments[0] in ("--recipe", "--join", "--finish"):
+        gc.disable()  # it would look at all of torch again and again while that loads, for a quarter of a second
         from potluck.launch import recipes
 
+        gc.freeze()
+        gc.enable()
         calls = {"--recipe": recipes.main, "--join": recipes.join, "--finish": recipes.finish}
         calls[arguments[0]](arguments[1:])
         return

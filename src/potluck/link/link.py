@@ -42,22 +42,27 @@ class Rows(Protocol):
     def wait(self) -> list[list[float]]: ...
 
 
-class Link(Protocol):
-    rank: int
-    world: int
+class Link:
+    """Replicas talk over a link. By itself it is one of one, which answers at once: nothing travels or is rounded."""
+
+    rank: int = 0
+    world: int = 1
 
     group: dist.ProcessGroup | None = None
     """None: the default one, or no process group at all."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> "Link":
         """A link of that group of our ranks in which we are. Every rank calls this with the same groups."""
+        return self
 
     def start_sum(self, tensor: Tensor) -> Pending:
         """Begins to replace `tensor` by its sum over all ranks. Every rank starts the same sums in the same order."""
+        return Done()
 
     def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
         """Begin to replace a flat tensor by its sum over all ranks, of which only coded numbers travel. All ranks get
         the same bits."""
+        return Done()
 
     def gather_rows(self, row: Sequence[float]) -> list[list[float]]:
         """Every rank's row of numbers, in order of rank."""
@@ -65,9 +70,11 @@ class Link(Protocol):
 
     def start_gather(self, row: Sequence[float]) -> Rows:
         """Begin to gather every rank's row of numbers, while other things travel."""
+        return Done([list(row)])
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in order of rank."""
+        return [data]
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replaces `tensor` by rank 0's."""
@@ -79,7 +86,6 @@ class Link(Protocol):
     def meet(self, what: str, notice: Callable[[str], None]) -> None:
         """Wait until all ranks are here, if that can be seen beside what they do otherwise: so that `what`, a call that
         all must make, is not taken for another one where only some have made it. They hear of it in a sentence."""
-        return
 
     def within(self, call: str, after_step: int) -> AbstractContextManager[None]:
         """Note that what this rank asks of the others within belongs to a call that all must make: by that name they
@@ -88,68 +94,32 @@ class Link(Protocol):
 
     def note_call(self) -> None:
         """This rank begins what all ranks must begin alike, in the same order."""
-        return
 
     def end_well(self) -> None:
         """This rank has done all that it wanted to, and asks nothing more of the others."""
-        return
-
-    def close(self) -> None: ...
-
-
-class Alone(Link):
-    """A link of one."""
-
-    rank = 0
-    world = 1
-
-    def part(self, groups: Sequence[Sequence[int]]) -> Link:
-        return self
-
-    def start_sum(self, tensor: Tensor) -> Pending:
-        return Done()
-
-    def start_coded_sum(self, tensor: Tensor, coding: Coding) -> Pending:
-        """Nothing travels, and nothing is rounded."""
-        return Done()
-
-    def start_gather(self, row: Sequence[float]) -> Rows:
-        return Done([list(row)])
-
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def broadcast(self, tensor: Tensor) -> None:
-        pass
-
-    def fetch(self, numbers: Tensor, of: int) -> None:
-        pass
 
     def close(self) -> None:
         pass
 
 
+class Alone(Link):
+    """A link of one."""
+
+
 class _Begun:
-    def __init__(self, work: Pending | None) -> None:
+    def __init__(self, work: Pending | None, result: Callable[[], Any] = lambda: None) -> None:
+        """`result`: called once the work has ended."""
         self._work = Done() if work is None else work
-
-    def wait(self) -> None:
-        with _peers_may_vanish():
-            self._work.wait()
-
-
-class _Gathered:
-    """The rows of all ranks, such as their reports of a step."""
-
-    def __init__(self, work: dist.Work, found: list[Tensor]) -> None:
-        self._work, self._found = work, found
+        self._result = result
 
     def is_here(self) -> bool:
+        assert isinstance(self._work, dist.Work)
         return self._work.is_completed()
 
-    def wait(self) -> list[list[float]]:
-        _Begun(self._work).wait()
-        return [row.tolist() for row in self._found]
+    def wait(self) -> Any:
+        with _peers_may_vanish():
+            self._work.wait()
+        return self._result()
 
 
 class _ByHost:
@@ -222,19 +192,14 @@ class GroupLink(Link):
     def start_gather(self, row: Sequence[float]) -> Rows:
         if self.world == 1:
             return Done([list(row)])
-        self.note_call()
-        own_row = torch.tensor(row, dtype=torch.float64)
-        rows = [torch.empty_like(own_row) for _ in range(self.world)]
-        with _peers_may_vanish():
-            work = dist.all_gather(rows, own_row, group=self.group, async_op=True)
-        assert work is not None
-        return _Gathered(work, rows)
+        return self._gather(torch.tensor(row, dtype=torch.float64), Tensor.tolist)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        sizes = [int(found) for found in self._gather(torch.tensor(len(data)))]
+        sizes = self._gather(torch.tensor(len(data)), int).wait()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = from_bytes(data)
-        return [to_bytes(found[:size]) for found, size in zip(self._gather(padded), sizes, strict=True)]
+        rows = self._gather(padded, to_bytes).wait()
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast(self, tensor: Tensor) -> None:
         # As bytes: backends know only some types. Of numbers that do not lie end to end, a copy travels.
@@ -292,12 +257,13 @@ class GroupLink(Link):
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
+    def _gather(self, tensor: Tensor, read: Callable[[Tensor], Any]) -> _Begun:
+        """Begin to gather every rank's tensor, and read each of them."""
         self.note_call()
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         with _peers_may_vanish():
-            dist.all_gather(found, tensor, group=self.group)
-        return found
+            work = dist.all_gather(found, tensor, group=self.group, async_op=True)
+        return _Begun(work, lambda: [read(each) for each in found])
 
 
 _watch: GroupWatch | None = None

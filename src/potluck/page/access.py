@@ -15,7 +15,7 @@ from functools import cache
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
-from potluck.fleet.invite import is_loopback, is_right_secret
+from potluck.fleet.invite import is_loopback, is_right_secret, reachable
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -36,12 +36,23 @@ End = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    host: str
+    """Where a page is, or is to be, and who may look."""
+
+    host: str = "127.0.0.1"
     """The address that is listened on."""
-    port: int
-    token: str = field(repr=False)
+    port: int = 0
+    """0: any that is free."""
+    token: str = field(default="", repr=False)
     """Token in the link; empty: any process of the same user of this machine may look."""
     encrypted: bool = False
+
+    @property
+    def link(self) -> str:
+        """The whole of it, token included."""
+        scheme = "https" if self.encrypted else "http"
+        host = reachable(self.host)
+        shown = f"[{host}]" if ":" in host else host
+        return f"{scheme}://{shown}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
     @property
     def cookie(self) -> str:

@@ -306,16 +306,10 @@ class Fold:
         if not total or len(self.recent) < 2 or self.ended:
             return None
         steps, left = list(self.recent), max(0, total - self.recent[-1][1])
-        estimates = []
-        for span in SPANS:
-            part = steps[-span:]
-            each = (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1])
-            estimates.append(each * left)
-            if span >= len(steps):
-                break
-        halves = steps[: len(steps) // 2 + 1], steps[len(steps) // 2 :]
-        estimates += [
-            left * (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1]) for part in halves if len(part) > 1
+        half = len(steps) // 2
+        parts = [*(steps[-span:] for span in SPANS if span < len(steps)), steps, steps[: half + 1], steps[half:]]
+        estimates = [
+            left * (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1]) for part in parts if len(part) > 1
         ]
         return estimates[0], min(estimates), max(estimates)
 

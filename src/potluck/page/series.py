@@ -7,7 +7,7 @@ least, the most and the mean.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 MOST_POINTS = 1024
@@ -41,20 +41,16 @@ class Point:
         return self.loss_sum / self.losses if self.losses else None
 
     def join(self, other: "Point") -> "Point":
-        return Point(
-            self.first,
-            other.last,
-            other.rows,
-            other.at_s,
-            other.lr,
-            other.norm,
-            self.seconds + other.seconds,
-            self.steps + other.steps,
-            self.loss_sum + other.loss_sum,
-            self.losses + other.losses,
-            min(self.least, other.least),
-            max(self.most, other.most),
-            max(self.most_norm, other.most_norm),
+        return replace(
+            other,
+            first=self.first,
+            seconds=self.seconds + other.seconds,
+            steps=self.steps + other.steps,
+            loss_sum=self.loss_sum + other.loss_sum,
+            losses=self.losses + other.losses,
+            least=min(self.least, other.least),
+            most=max(self.most, other.most),
+            most_norm=max(self.most_norm, other.most_norm),
         )
 
     def told(self) -> list[float | int | None]:

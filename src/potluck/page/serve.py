@@ -7,22 +7,86 @@ standard output, a line each. It gives way to whatever trains on the same machin
 import asyncio
 import contextlib
 import functools
+import ipaddress
 import json
 import os
 import socket
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from potluck.page.access import Access
-from potluck.page.connections import BACKLOG, HEAD_S, PageConnection
 from potluck.page.reader import RunReader
 from potluck.page.server import PageServer
-from potluck.page.settings import PageSettings
-from potluck.page.where import keep_place
+from potluck.page.where import PageSettings, keep_place
 from potluck.show.sentences import Record
+
+HEAD_S = 10.0
+"""Seconds for the head of a request, and for what is left of one that was answered before it was whole."""
+MOST = 128
+BACKLOG = 100
+"""How many are accepted in one turn: fewer than places, so that heads are read before their places are needed."""
+
+
+class PageConnection(H11Protocol):
+    """A browser's connection. Anyone who may not look can still connect, so it has a limited time for the head of each
+    request; and where all places are taken, one that waits for a head makes room: the oldest of the peer that has the
+    most of them. So half requests of strangers do not keep the owner out."""
+
+    made = 0
+    _head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        PageConnection.made += 1
+        self.number = PageConnection.made
+        self._await_head()
+        if len(self.connections) > MOST:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self._await_head()
+        super().on_response_complete()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nothing was asked yet, or all that was asked is answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def peer(self) -> str:
+        """An address; of IPv6 its network, which is one peer's."""
+        host = self.client[0] if self.client else ""
+        if ":" not in host:
+            return host
+        return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
+
+    def _await_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = self.loop.call_later(HEAD_S, self._end_if_waiting)
+
+    def _end_if_waiting(self) -> None:
+        if self.is_waiting:
+            self.transport.abort()
+
+    def _make_room(self) -> None:
+        waiting: list[Any] = [each for each in self.connections if isinstance(each, PageConnection) and each.is_waiting]
+        counts = Counter(each.peer for each in waiting)
+        # The newest is the latest to be ended, and it is all there is to end where all others are being answered.
+        loser = max(waiting, key=lambda each: (counts[each.peer], -each.number))
+        self.connections.discard(loser)  # its place is free now; that it was lost is heard later
+        loser.transport.abort()
+
 
 NICE = 10
 """How far it gives way: the page may be late, and a step may not."""
@@ -32,8 +96,7 @@ LAST_S = 0.5
 
 def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: bool) -> None:
     """Serve the page until Ctrl-C, or until standard input ends."""
-    access = Access(settings.host, listener.getsockname()[1], settings.token, bool(settings.identity))
-    page = PageServer(RunReader(settings.folder, settings.pointer), access, settings, _pass_on)
+    page = PageServer(RunReader(settings.folder, settings.pointer), settings, _pass_on)
     config = uvicorn.Config(
         page.app(),
         log_config=None,
@@ -103,7 +166,7 @@ async def _keep(page: PageServer) -> None:
         if folder is not None and folder != kept and folder.is_dir():
             kept = folder
             with contextlib.suppress(OSError):  # then the next page is elsewhere
-                keep_place(folder, page.access)
+                keep_place(folder, page.settings)
         await asyncio.sleep(1.0)
 
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from importlib import resources
 
@@ -19,11 +19,11 @@ from starlette.routing import Route
 
 from potluck.files import table_in
 from potluck.fleet.invite import is_right_secret
-from potluck.page.access import HEADERS, Access
+from potluck.page.access import HEADERS
 from potluck.page.metrics import CONTENT_TYPE, exposition
 from potluck.page.reader import RunReader
-from potluck.page.settings import PageSettings
 from potluck.page.view import Viewer
+from potluck.page.where import PageSettings
 from potluck.show.sentences import Record
 
 UPDATE_S = 1.0
@@ -36,13 +36,13 @@ MOST_ORDER = 1000
 """Bytes of an order."""
 ACTIONS = ("pause", "resume", "save", "let_go")
 FILES = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css", "/icon.svg": "icon.svg"}
+Answer = Callable[[Request], Awaitable[Response]]
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
 @dataclass(slots=True)
 class PageServer:
     reader: RunReader
-    access: Access
     settings: PageSettings
     pass_on: Callable[[Record], None]
     """Passes on what was ordered, if the settings allow orders."""
@@ -51,14 +51,22 @@ class PageServer:
     ending: asyncio.Event = field(default_factory=asyncio.Event)
 
     def app(self) -> Starlette:
-        routes = [Route(path, self._file, methods=["GET"]) for path in FILES]
-        routes += [
-            Route("/events", self._events, methods=["GET"]),
-            Route("/metrics", self._metrics, methods=["GET"]),
-            Route("/invite", self._invite, methods=["POST"]),
-            Route("/order", self._order, methods=["POST"]),
-        ]
+        shown = dict.fromkeys(FILES, self._file) | {"/events": self._events, "/metrics": self._metrics}
+        asked = {"/invite": self._invite, "/order": self._order}
+        routes = [Route(path, self._guarded(answer), methods=["GET"]) for path, answer in shown.items()]
+        routes += [Route(path, self._guarded(answer), methods=["POST"]) for path, answer in asked.items()]
         return Starlette(routes=routes, lifespan=self._lifespan)
+
+    def _guarded(self, answer: Answer) -> Answer:
+        """Answer those who may look, and the others with a sentence."""
+
+        async def guarded(request: Request) -> Response:
+            peer, own = request.scope.get("client"), request.scope.get("server")
+            ends = ((peer[0], peer[1]), (own[0], own[1])) if peer and own else None
+            refusal = self.settings.refusal(request.headers, request.query_params, ends)
+            return _say(refusal, 403) if refusal else await answer(request)
+
+        return guarded
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -73,36 +81,24 @@ class PageServer:
             has_more = self.reader.read_on()
             await asyncio.sleep(0 if has_more else LOOK_S)
 
-    def _refused(self, request: Request) -> Response | None:
-        peer, own = request.scope.get("client"), request.scope.get("server")
-        ends = ((peer[0], peer[1]), (own[0], own[1])) if peer and own else None
-        sentence = self.access.refusal(request.headers, request.query_params, ends)
-        return PlainTextResponse(sentence + "\n", 403, HEADERS) if sentence else None
-
     async def _file(self, request: Request) -> Response:
-        if (refused := self._refused(request)) is not None:
-            return refused
         name = FILES[request.url.path]
         data = (resources.files("potluck.page") / "static" / name).read_bytes()
         answer = Response(data, headers=HEADERS, media_type=TYPES[name[name.rindex(".") :]])
-        if self.access.token:
+        if self.settings.token:
             answer.set_cookie(
-                self.access.cookie,
-                self.access.token,
+                self.settings.cookie,
+                self.settings.token,
                 httponly=True,
                 samesite="strict",
-                secure=self.access.encrypted,
+                secure=self.settings.encrypted,
                 path="/",
             )
         return answer
 
     async def _events(self, request: Request) -> Response:
-        if (refused := self._refused(request)) is not None:
-            return refused
         if self.viewers >= MOST_VIEWERS:
-            return PlainTextResponse(
-                f"{MOST_VIEWERS} pages look at this run, the most at once. Close one.\n", 503, HEADERS
-            )
+            return _say(f"{MOST_VIEWERS} pages look at this run, the most at once. Close one.", 503)
         return StreamingResponse(self._updates(), headers=HEADERS, media_type="text/event-stream")
 
     async def _updates(self) -> AsyncIterator[str]:
@@ -141,41 +137,37 @@ class PageServer:
         return {"can": can, "caught_up": self.reader.is_caught_up, "host_at": now.get("time")}
 
     async def _metrics(self, request: Request) -> Response:
-        if (refused := self._refused(request)) is not None:
-            return refused
         text = exposition(self.reader.fold, self.reader.now, time.time())
         return Response(text, headers=HEADERS | {"Content-Type": CONTENT_TYPE})
 
     async def _invite(self, request: Request) -> Response:
-        if (refused := self._refused(request)) is not None:
-            return refused
-        if not self.access.is_same_origin(request.headers):
-            return PlainTextResponse("The line to join is shown on this page alone.\n", 403, HEADERS)
+        if not self.settings.is_same_origin(request.headers):
+            return _say("The line to join is shown on this page alone.", 403)
         line, invite = "", self.settings.invite
         with contextlib.suppress(OSError):
             line = invite.read_text(encoding="utf-8").strip() if invite is not None else ""
         if not line:
-            return PlainTextResponse("There is no line to join this run.\n", 404, HEADERS)
+            return _say("There is no line to join this run.", 404)
         return PlainTextResponse(f"potluck join {line}", headers=HEADERS)
 
     async def _order(self, request: Request) -> Response:
-        if (refused := self._refused(request)) is not None:
-            return refused
         if not self.settings.control:
-            return PlainTextResponse(
-                "This page only shows. Start the host with --control to allow more.\n", 403, HEADERS
-            )
+            return _say("This page only shows. Start the host with --control to allow more.", 403)
         is_ours = is_right_secret(request.headers.get("x-potluck-order", ""), self.order_token)
-        if not is_ours or not self.access.is_same_origin(request.headers):
-            return PlainTextResponse("Orders are taken from this page alone.\n", 403, HEADERS)
+        if not is_ours or not self.settings.is_same_origin(request.headers):
+            return _say("Orders are taken from this page alone.", 403)
         order = await _read_order(request)
         if order is None:
-            return PlainTextResponse(f"An order is one of: {', '.join(ACTIONS)}.\n", 400, HEADERS)
+            return _say(f"An order is one of: {', '.join(ACTIONS)}.", 400)
         try:
             self.pass_on(order)
         except OSError:
-            return PlainTextResponse("Whoever leads the run does not hear this page any more.\n", 503, HEADERS)
-        return PlainTextResponse("It was passed on.\n", 202, HEADERS)
+            return _say("Whoever leads the run does not hear this page any more.", 503)
+        return _say("It was passed on.", 202)
+
+
+def _say(sentence: str, status: int) -> Response:
+    return PlainTextResponse(sentence + "\n", status, HEADERS)
 
 
 def _as_json(sent: Record) -> str:

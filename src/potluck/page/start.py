@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import ssl
 import subprocess
 import sys
@@ -20,9 +21,9 @@ from typing import IO, Any
 
 from potluck.environment import PAGE_POINTER
 from potluck.errors import ConfigError
-from potluck.fleet.invite import Identity
-from potluck.page.settings import PageSettings
-from potluck.page.where import PageAddress, PagePlace, open_place
+from potluck.fleet.invite import Identity, is_loopback
+from potluck.page.access import Access
+from potluck.page.where import PageSettings, open_place
 from potluck.show.sentences import Record
 from potluck.system import HAS_GROUPS
 from potluck.waiting import wait_until
@@ -33,7 +34,7 @@ LONGEST_ORDER = 4096
 
 
 def start_page(
-    address: PageAddress | None,
+    address: Access | None,
     wanted: PageSettings,
     *,
     kept_in: Path | None = None,
@@ -44,8 +45,7 @@ def start_page(
     if address is None:
         return None
     try:
-        place, settings = prepare_page(address, replace(wanted, control=on_order is not None), kept_in)
-        return PageProcess(place, settings, on_order)
+        return PageProcess(*prepare_page(address, replace(wanted, control=on_order is not None), kept_in), on_order)
     except (OSError, ConfigError) as error:
         why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         at = f"{address.host} port {address.port}" if address.port else address.host
@@ -54,56 +54,53 @@ def start_page(
 
 
 def prepare_page(
-    address: PageAddress, wanted: PageSettings, kept_in: Path | None = None
-) -> tuple[PagePlace, PageSettings]:
+    address: Access, wanted: PageSettings, kept_in: Path | None = None
+) -> tuple[socket.socket, PageSettings]:
     """Return the page's socket, and the settings of its process. Beyond this machine it is encrypted."""
     identity = None
-    if address.is_for_others and wanted.identity is not None:
-        identity = Identity.load_or_make(wanted.identity)
-    before = (kept_in or wanted.folder) if wanted.keeps_place else None
-    place = open_place(address, before, encrypted=identity is not None)
-    if identity is not None:
-        place.fingerprint = fingerprint_of(identity)
+    if wanted.identity is not None and not is_loopback(address.host):
+        identity = Identity.load_or_make(wanted.identity).folder
+    listener, token = open_place(address, (kept_in or wanted.folder) if wanted.keeps_place else None)
     settings = replace(
         wanted,
         host=address.host,
-        port=place.access.port,
-        token=place.access.token,
-        descriptor=place.listener.fileno() if HAS_GROUPS else -1,
-        identity=identity.folder if identity is not None else None,
+        port=listener.getsockname()[1],
+        token=token,
+        descriptor=listener.fileno() if HAS_GROUPS else -1,
+        encrypted=identity is not None,
+        identity=identity,
     )
-    return place, settings
+    return listener, settings
 
 
-def fingerprint_of(identity: Identity) -> str:
-    """Return the fingerprint of its certificate, as browsers show it."""
-    der = ssl.PEM_cert_to_DER_cert((identity.folder / "cert.pem").read_text(encoding="ascii"))
-    digest = hashlib.sha256(der).hexdigest().upper()
-    return ":".join(digest[at : at + 2] for at in range(0, len(digest), 2))
+def fingerprint_of(identity: Path) -> str:
+    """Return the fingerprint of the certificate in this folder, as browsers show it."""
+    der = ssl.PEM_cert_to_DER_cert((identity / "cert.pem").read_text(encoding="ascii"))
+    return hashlib.sha256(der).digest().hex(":").upper()
 
 
-def tell_of(place: PagePlace) -> None:
+def tell_of(settings: PageSettings) -> None:
     """One line that says where; and what a browser will ask."""
-    print(f"The page of this run: {place.link}", flush=True)
-    if place.fingerprint:
+    print(f"The page of this run: {settings.link}", flush=True)
+    if settings.identity is not None:
         print(
             "  Browsers do not know its certificate, which is the run's own. Compare the SHA-256 that they show with"
-            f"\n  {place.fingerprint}",
+            f"\n  {fingerprint_of(settings.identity)}",
             flush=True,
         )
 
 
 class PageProcess:
     def __init__(
-        self, place: PagePlace, settings: PageSettings, on_order: Callable[[Record], None] | None = None
+        self, listener: socket.socket, settings: PageSettings, on_order: Callable[[Record], None] | None = None
     ) -> None:
-        self.place = place
+        self.settings = settings
         self._on_order = on_order
         self._is_ending = False
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the process
-        with place.listener:
+        with listener:
             if not HAS_GROUPS:
-                place.listener.close()  # the process opens it again
+                listener.close()  # the process opens it again
             apart: dict[str, Any] = {"pass_fds": (settings.descriptor,), "start_new_session": True}
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "potluck.page.serve"],
@@ -120,7 +117,7 @@ class PageProcess:
         # A thread, since orders come at any time, and a page that has ended is said at once, not at the run's end.
         self._thread = threading.Thread(target=self._watch, name="page watch", daemon=True)
         self._thread.start()
-        tell_of(place)
+        tell_of(settings)
 
     def _watch(self) -> None:
         assert self.process.stdout is not None
@@ -154,7 +151,7 @@ class PageProcess:
 
 
 @contextmanager
-def page_of_training(address: PageAddress | None, out: str | None) -> Iterator[None]:
+def page_of_training(address: Access | None, out: str | None) -> Iterator[None]:
     """Show a page of the runs that are started within, one by one: the process that keeps a folder says which it is."""
     if address is None:
         yield

@@ -3,11 +3,12 @@
 A view is of bounded size. Of a thousand workers' rows only those travel whose figures differ from what was sent.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.page.fold import Fold, WorkerRow
-from potluck.page.series import short
+from potluck.page.series import Series, short
 from potluck.show.sentences import Record
 from potluck.words import count
 
@@ -169,9 +170,8 @@ def cells_of(fold: Fold, start: int) -> list[list[Any]]:
 class Viewer:
     """Remembers what one page has been sent so far."""
 
-    series: tuple[int, int] = (-1, 0)
-    """(generation, points)"""
-    cells: tuple[int, int] = (-1, 0)
+    lines: dict[str, tuple[int, int, Any]] = field(default_factory=dict)
+    """(generation, points, the last of them) of each series."""
     rows: dict[int, list[Any]] = field(default_factory=dict)
     stories: int = 0
     sections: dict[str, Any] = field(default_factory=dict)
@@ -192,8 +192,12 @@ class Viewer:
             if self.sections.get(name) != section:
                 sent[name] = section
                 self.sections[name] = list(section) if isinstance(section, list) else section
-        self._add_series(fold, sent)
-        self._add_cells(fold, sent)
+        points = fold.series.points
+        if (line := self._told("points", fold.series, lambda at: [each.told() for each in points[at:]])) is not None:
+            sent["series"] = line | {"span": fold.series.span}
+        if (line := self._told("cells", fold.timeline, lambda start: cells_of(fold, start))) is not None:
+            names = [fold.workers[lane].name if lane in fold.workers else str(lane) for lane in fold.lanes]
+            sent["timeline"] = line | {"lanes": fold.lanes, "names": names}
         if with_rows:
             self._add_rows(fold, now, sent)
         if fold.stories > self.stories:
@@ -201,24 +205,13 @@ class Viewer:
             self.stories = fold.stories
         return sent
 
-    def _add_series(self, fold: Fold, sent: Record) -> None:
-        series = fold.series
-        start = max(0, self.series[1] - 1) if self.series[0] == series.generation else 0
-        points = [point.told() for point in series.points[start:]]
-        if start == 0 or len(points) > 1 or self.sections.get("last point") != points:
-            sent["series"] = {"start": start, "span": series.span, "points": points}
-        self.sections["last point"] = points[-1:]
-        self.series = series.generation, len(series.points)
-
-    def _add_cells(self, fold: Fold, sent: Record) -> None:
-        line = fold.timeline
-        start = max(0, self.cells[1] - 1) if self.cells[0] == line.generation else 0
-        cells = cells_of(fold, start)
-        if start == 0 or len(cells) > 1 or self.sections.get("last cell") != cells:
-            names = [fold.workers[lane].name if lane in fold.workers else str(lane) for lane in fold.lanes]
-            sent["timeline"] = {"start": start, "lanes": fold.lanes, "names": names, "cells": cells}
-        self.sections["last cell"] = cells[-1:]
-        self.cells = line.generation, len(line.points)
+    def _told(self, name: str, series: Series[Any], told: Callable[[int], list[Any]]) -> Record | None:
+        """Return the points from the last one on that the page has, which may have changed; None: none has."""
+        generation, count, last = self.lines.get(name, (-1, 0, None))
+        start = max(0, count - 1) if generation == series.generation else 0
+        points = told(start)
+        self.lines[name] = series.generation, len(series.points), points[-1:]
+        return {"start": start, name: points} if start == 0 or len(points) > 1 or last != points else None
 
     def _add_rows(self, fold: Fold, now: Record, sent: Record) -> None:
         rows = rows_of(fold, now)

@@ -1,4 +1,4 @@
-"""Where a page is: what `--page` says, the socket that listens there, and the link to it.
+"""Where a page is: what `--page` says, and the socket that listens there; and PageSettings.
 
 Opens the socket, and speaks no word over it.
 """
@@ -6,13 +6,12 @@ Opens the socket, and speaks no word over it.
 import json
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from potluck.errors import ConfigError
 from potluck.files import read_table, write_whole
-from potluck.fleet.invite import is_loopback, reachable
 from potluck.page.access import Access, new_token
 
 ASKED = "POTLUCK_PAGE"
@@ -23,63 +22,33 @@ KEPT = "page.json"
 MOST_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class PageAddress:
-    host: str = "127.0.0.1"
-    port: int = 0
-    """0: any that is free."""
-
-    @property
-    def is_for_others(self) -> bool:
-        return not is_loopback(self.host)
-
-
-def page_address(asked: str | None) -> PageAddress | None:
+def page_address(asked: str | None) -> Access | None:
     """Read what `--page` says: off, on, a port, or ADDRESS:PORT. None: there is no page."""
     text = (asked if asked is not None else os.environ.get(ASKED, "on")).strip()
     if text == OFF:
         return None
     if text in ("on", ""):
-        return PageAddress()
+        return Access()
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 1 << 16:
         raise ConfigError(f"--page is off, a port, or ADDRESS:PORT such as 0.0.0.0:8080, not {text!r}.")
-    return PageAddress(host.strip("[]") or "127.0.0.1", int(port))
+    return Access(host.strip("[]") or "127.0.0.1", int(port))
 
 
-@dataclass(slots=True)
-class PagePlace:
-    """A page's socket, and who may look at what is shown there."""
-
-    listener: socket.socket
-    access: Access
-    fingerprint: str = field(default="")
-
-    @property
-    def link(self) -> str:
-        """The whole of it, token included."""
-        scheme = "https" if self.access.encrypted else "http"
-        host = reachable(self.access.host)
-        shown = f"[{host}]" if ":" in host else host
-        return f"{scheme}://{shown}:{self.access.port}/" + (f"?token={self.access.token}" if self.access.token else "")
-
-
-def open_place(address: PageAddress, folder: Path | None, *, encrypted: bool) -> PagePlace:
-    """Open the place where the page of this folder was before, if nothing else was asked for and that is free. OSError:
-    it is not."""
+def open_place(address: Access, folder: Path | None) -> tuple[socket.socket, str]:
+    """Open the place where the page of this folder was before, if nothing else was asked for and that is free. Returns
+    the socket and the token of those who may look. OSError: it is not free."""
     kept = _kept(folder) if folder is not None else {}
     token = str(kept.get("token") or "") if kept.get("host") == address.host else ""
     port = int(kept.get("port") or 0) if kept.get("host") == address.host and not address.port else 0
-    listener = None
-    if port:
-        try:
-            listener = _listen(address.host, port)
-        except OSError:
-            listener = None
-    listener = listener or _listen(address.host, address.port)
+    try:
+        listener = _listen(address.host, port or address.port)
+    except OSError:
+        if not port:
+            raise
+        listener = _listen(address.host, address.port)
     needed = new_token(address.host)
-    access = Access(address.host, listener.getsockname()[1], (token or needed) if needed else "", encrypted)
-    return PagePlace(listener, access)
+    return listener, (token or needed) if needed else ""
 
 
 def keep_place(folder: Path, access: Access) -> None:
@@ -105,3 +74,36 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+PATHS = ("folder", "pointer", "invite", "identity")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageSettings(Access):
+    """Where a page is and who may look, and what its process shows there."""
+
+    folder: Path | None = None
+    pointer: Path | None = None
+    """A file that names the folder, once it is known."""
+    invite: Path | None = None
+    """Where the line to join is; None: there is none."""
+    identity: Path | None = None
+    """Where the key and the certificate of a page for others are, or will be; the process gets it if the page is
+    encrypted."""
+    led: bool = False
+    """Whether a host leads the run."""
+    keeps_place: bool = True
+    """Whether the run folder says where the page is, so that it is there again."""
+    control: bool = False
+    """Whether a person may order something there."""
+    descriptor: int = -1
+    """Descriptor of the socket that listens, which the process inherits; -1: it opens one itself."""
+
+    def line(self) -> str:
+        return json.dumps(asdict(self), default=lambda path: str(path.absolute())) + "\n"
+
+    @classmethod
+    def read(cls, line: bytes) -> "PageSettings":
+        told = json.loads(line)
+        return cls(**told | {name: Path(told[name]) for name in PATHS if told[name] is not None})

@@ -244,7 +244,8 @@ def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: 
 
 def _write_share(share: Share, snapshot: Snapshot) -> None:
     sums = write_files(share.aside, snapshot)
-    write_whole(share.done(share.rank), json.dumps(sums), durable=True)
+    # The last that is done there: as soon as rank 0 sees it, it may give the folder another name.
+    write_whole(share.done(share.rank), json.dumps(sums))
 
 
 def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
@@ -255,8 +256,7 @@ def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
         if failed := [rank for rank in missing if share.failed(rank).exists()]:
             raise CheckpointError(f"worker {failed[0]} says: {share.failed(failed[0]).read_text(encoding='utf-8')}")
         if is_one_gone():
-            deadline = min(deadline, time.monotonic() + GRACE_S)
-            is_one_gone = _no
+            deadline = min(deadline, time.monotonic() + GRACE_S)  # from when that was first known
         if time.monotonic() > deadline:
             raise CheckpointError(
                 f"nothing came from {_workers(missing)} within {time.monotonic() - started:.0f} s; all write into the"
@@ -267,10 +267,6 @@ def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
     for rank in range(share.world):
         sums |= json.loads(share.done(rank).read_text(encoding="utf-8"))
     return sums
-
-
-def _no() -> bool:
-    return False
 
 
 def _workers(ranks: list[int]) -> str:

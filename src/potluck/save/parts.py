@@ -2,11 +2,12 @@
 
 What is split is written by its owners, in pieces; what every rank has whole, such as buffers, by the first of them. Of
 a model that is not split this is all of it. Optimizer state is described by parameters' names as if nothing were split
-(state.py), so any strategy can load it.
+(state.py), so any strategy can load it. The whole model's state dict is fetched from those who hold parts of it, piece
+by piece: the first rank ends with all of it in host memory, and no other holds more than what it has and one block.
 """
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +24,16 @@ from potluck.sharding.optimizer_traits import COUNTERS
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.runs import FlatRun, Span, group_names
 from potluck.sharding.sharded import Sharded, Writer
-from potluck.sharding.stored import Spans, piece_key
+from potluck.sharding.stored import Piece, Spans, Stored, piece_key
+from potluck.tensor_bytes import raw
 from potluck.words import plural, size
 
 if TYPE_CHECKING:
     from potluck.engine.frozen_base import FrozenBase
     from potluck.engine.replica import Replica
+
+BLOCK_BYTES = 64 << 20
+"""Bytes of the whole model's state that travel at once."""
 
 
 class WholeModel(Sharded):
@@ -59,6 +64,17 @@ class WholeModel(Sharded):
             FlatRun(parameter, Span(name, tuple(parameter.shape), 0, parameter.numel()))
             for name, parameter in zip(names, held, strict=True)
         ]
+
+
+def saved_part(replica: "Replica") -> Sharded:
+    """Return this worker's part of a model that is split; where it is not, all of it."""
+    return replica.part or replica.sharded or WholeModel(replica.model, replica.optimizer, replica.names)
+
+
+def is_in_parts(replica: "Replica") -> bool:
+    """Whether no worker has all of the model."""
+    part = saved_part(replica)
+    return part.is_split and not part.keeps_whole
 
 
 # Out of the model
@@ -150,8 +166,78 @@ def _add_state(pieces: Pieces, told: dict[str, Any], run: FlatRun, known: dict[s
 
 def _is_flat(value: Any, run: FlatRun) -> bool:
     """Whether it holds a number for each of the run's."""
-    is_plain = isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
-    return is_plain and value.dim() > 0 and value.shape == run.parameter.shape
+    return _is_plain(value) and value.dim() > 0 and value.shape == run.parameter.shape
+
+
+# All of it, on the first rank
+
+
+def whole_state(link: Link, replica: "Replica", names: Sequence[str]) -> dict[str, Any]:
+    """Return the whole state on rank 0, under `names` and in their order; empty on all others. All ranks call this
+    alike, and where each has the whole model, none talks to another."""
+    if is_in_parts(replica):
+        tensors = _fetch_all(link, saved_part(replica))
+    else:
+        tensors = state.model_state(replica.model) if link.rank == 0 else {}
+    order = [*(name for name in names if name in tensors), *(name for name in tensors if name not in names)]
+    return {name: tensors[name] for name in order}
+
+
+def _fetch_all(link: Link, sharded: Sharded) -> dict[str, Any]:
+    # Also on ranks that hold what others hold too: see model_part.
+    held = model_part(sharded, copies=False)
+    own: dict[str, Any] = held.tensors if link.rank < sharded.writer.world else {}
+    mine = [_describe(key, tensor, held.spans) for key, tensor in own.items() if _is_plain(tensor)]
+    listed: dict[str, Stored] = {}
+    keys: dict[str, list[str]] = {}
+    for rank, data in enumerate(link.gather_bytes(json.dumps(mine).encode())):
+        for key, name, shape, start, end, dtype in json.loads(data):
+            listed.setdefault(name, Stored(tuple(shape), dtype)).pieces.append(Piece(start, end, rank, 0))
+            keys.setdefault(name, []).append(key)
+    others = {key: value for key, value in own.items() if not _is_plain(value)}
+    tensors: dict[str, Any] = {key: state.to_host(v) if isinstance(v, Tensor) else v for key, v in others.items()}
+    for name, stored in listed.items():
+        in_order = Stored(stored.shape, stored.dtype, sorted(stored.pieces, key=lambda piece: piece.start))
+        if (gap := in_order.first_gap()) is not None:
+            raise CheckpointError(f"No worker holds the numbers {gap[0]:,} to {gap[1]:,} of {name}.")
+        dtype = getattr(torch, stored.dtype)
+        whole = torch.empty(stored.shape, dtype=dtype) if link.rank == 0 else None
+        for piece, key in zip(stored.pieces, keys[name], strict=True):
+            place = whole.view(-1)[piece.start : piece.end] if whole is not None else None
+            _fetch(link, piece, own[key].reshape(-1) if piece.file == link.rank else None, place, dtype)
+        if whole is not None:
+            tensors[name] = whole
+    if link.rank:
+        return {}
+    return tensors | {name: tensors[first] for name, first in held.notes.get("tied", {}).items()}
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether it is a tensor of numbers; one that codes its numbers in its own way is not, and each rank has all
+    of it."""
+    return isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+
+
+def _describe(key: str, tensor: Tensor, spans: Spans) -> list[Any]:
+    name, shape, start, end = spans.get(key) or (key, tuple(tensor.shape), 0, tensor.numel())
+    return [key, name, list(shape), start, end, str(tensor.dtype).removeprefix("torch.")]
+
+
+def _fetch(link: Link, piece: Piece, own: Tensor | None, place: Tensor | None, dtype: torch.dtype) -> None:
+    """One rank's piece into rank 0's place for it."""
+    if piece.file == 0:
+        if place is not None and own is not None:
+            place.copy_(own)
+        return
+    count, step = piece.end - piece.start, BLOCK_BYTES // dtype.itemsize
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        link.gather_rows([0.0])  # no rank waits for its turn longer than for one block
+        if place is not None:
+            link.fetch(raw(place[start:end]), piece.file)
+        else:
+            block = own[start:end].to("cpu") if own is not None else torch.empty(0)
+            link.fetch(raw(block), piece.file)
 
 
 # Into the model
@@ -209,6 +295,7 @@ def load_model_part(sharded: Sharded, source: Ranges, without: Container[str] = 
 
 def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, Any]) -> None:
     optimizer = sharded.optimizer
+    empty = {each: known for each, known in optimizer.state.items() if not each.numel()}
     optimizer.state.clear()  # else the old state and the new one would be here together
     own_runs = {id(run.parameter): run for run in (*sharded.state_runs, *sharded.mirrors)}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -218,10 +305,11 @@ def load_optimizer_part(sharded: Sharded, source: Ranges, skeleton: dict[str, An
         {**saved, "params": [index[id(parameter)] for parameter in group["params"]]}
         for saved, group in zip(settings, optimizer.param_groups, strict=True)
     ]
-    # One of no numbers is in no run, and has no state.
+    # One of no numbers is in no run, and has no state but what its optimizer began it with.
     runs = ((i, own_runs[id(parameter)]) for i, parameter in enumerate(order) if id(parameter) in own_runs)
     states = {i: _read_state(run, source, skeleton["state"]) for i, run in runs}
     state.load_state(optimizer, groups, {i: each for i, each in states.items() if each})
+    optimizer.state.update(empty)
 
 
 def _read_state(run: FlatRun, source: Ranges, skeleton: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +321,10 @@ def _read_state(run: FlatRun, source: Ranges, skeleton: dict[str, Any]) -> dict[
         return dict(state.unflatten(saved, source))
     for key, entry in saved["dict"].items():
         if _is_range(key, span, entry, source):
-            state_of_run[key] = _read_flat(run, source, entry["tensor"])
+            name = entry["tensor"]
+            flat = torch.empty(span.size, dtype=source.spec(name).dtype, device=run.parameter.device)
+            source.read_into(flat, name, span.start)
+            state_of_run[key] = flat.view_as(run.parameter)
         else:
             state_of_run[key] = state.unflatten(entry, source)
     return state_of_run
@@ -244,14 +335,6 @@ def _is_range(key: str, span: Span, entry: Any, source: Ranges) -> bool:
     if not isinstance(entry, dict) or "tensor" not in entry:
         return False
     return source.spec(entry["tensor"]).shape == span.shape and key not in COUNTERS
-
-
-@torch.no_grad()
-def _read_flat(run: FlatRun, source: Ranges, name: str) -> Tensor:
-    span = run.span
-    flat = torch.empty(span.size, dtype=source.spec(name).dtype, device=run.parameter.device)
-    source.read_into(flat, name, span.start)
-    return flat.view_as(run.parameter)
 
 
 # The frozen base, which each worker has from elsewhere: checkpoints keep a hash of it

@@ -65,7 +65,7 @@ class Saves:
 
         `with_randoms`: and each worker's random state.
         """
-        link, part = self._link, saved_part(replica)
+        link, part = self._link, parts.saved_part(replica)
         randoms = link.gather_bytes(state.random_state()) if with_randoms else []
         if not part.is_split and link.rank:
             return None
@@ -89,7 +89,7 @@ class Saves:
         were.
         """
         self.wait_together()  # else it would miss one that is being written, or some would see what others do not
-        link, part = self._link, saved_part(replica)
+        link, part = self._link, parts.saved_part(replica)
         standing = self._find(folder, part)
         if standing is None:
             return None
@@ -206,11 +206,6 @@ class _ToldRanges(Ranges):
         if self._link.rank == 0:
             super().read_into(out, name, start)
         self._link.broadcast(out)
-
-
-def saved_part(replica: "Replica") -> Sharded:
-    """Return this worker's part of a model that is split; where it is not, all of it."""
-    return replica.part or replica.sharded or parts.WholeModel(replica.model, replica.optimizer, replica.names)
 
 
 def take_snapshot(

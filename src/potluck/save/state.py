@@ -19,6 +19,7 @@ from potluck.devices import random_states, set_random_states
 from potluck.errors import CheckpointError, ConfigError
 from potluck.sharding.absent import own_state
 from potluck.sharding.optimizer_traits import FIRST
+from potluck.sharding.ranges import Spec
 from potluck.sharding.united_optimizers import each_of
 from potluck.tensor_bytes import from_bytes, to_bytes
 
@@ -26,14 +27,8 @@ MOST_RANDOM_BYTES = 1 << 24
 """The most bytes of a worker's random state, unpacked."""
 
 
-class Described(Protocol):
-    """A tensor, or what a file says of one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+Described = Tensor | Spec
+"""A tensor, or what a file says of one."""
 
 
 class Tensors(Protocol):
@@ -109,12 +104,23 @@ class CodedParts(dict[str, Any]):
 def load_state(optimizer: Optimizer, groups: list[dict[str, Any]], states: dict[int, dict[str, Any]]) -> None:
     """`states`: by the place of a parameter in all groups. What is coded is not the optimizer's to cast."""
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    plain = {i: {k: v for k, v in known.items() if not isinstance(v, CodedParts)} for i, known in states.items()}
+    plain = {
+        i: {key: _laid_out(value, order[i]) for key, value in known.items() if not isinstance(value, CodedParts)}
+        for i, known in states.items()
+    }
     optimizer.load_state_dict({"param_groups": groups, "state": plain})
     for i, known in states.items():
         for key, parts in known.items():
             if isinstance(parts, CodedParts):
                 optimizer.state[order[i]][key] = _coded_again(optimizer, order[i], key, parts)
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """The numbers of each element lie where the parameter has that element: fused kernels go through the memory of all
+    alike, and would step a weight in channels_last by another's moments."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _coded_again(optimizer: Optimizer, parameter: Tensor, key: str, parts: CodedParts) -> Tensor:

@@ -34,7 +34,7 @@ from potluck.save.checkpoint import (
     write_share,
     write_together,
 )
-from potluck.save.saves import KeptTensors, Saves, Standing, saved_part, take_snapshot, together
+from potluck.save.saves import KeptTensors, Saves, Standing, take_snapshot, together
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.sharded import Sharded
 from potluck.stages.datastore import StoreChannel
@@ -234,7 +234,7 @@ class StoreSaves(Saves):
         """Returns once it is on the first worker's disk. What one of them cannot do is raised on all."""
         randoms = self._link.gather_bytes(state.random_state())
         without, base_notes = parts.leave_out(replica, self._link)
-        part = saved_part(replica)
+        part = parts.saved_part(replica)
         take = partial(take_snapshot, part, standing | base_notes, randoms, kept, without)
         together(self._link, lambda: self._save(folder, part.writer.world, standing["step"], keep_last, take))
 

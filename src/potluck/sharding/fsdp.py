@@ -1,7 +1,7 @@
 """FullShard and HybridShard on torch's fully_shard: parameters, gradients and optimizer state split within a node.
 
 The optimizer is pointed at this rank's own memory, as plain tensors: it need not know of shards, and steps without
-DTensor's overhead. Between ranks of Gloo our own collectives are used (collectives.py), on all others torch's.
+DTensor's overhead. Between ranks of Gloo our own collectives are used (fsdp_collectives.py), on all others torch's.
 
 By itself fully_shard begins a gather when this rank's forward comes to a module, and sums the gradients that this rank
 has; where ranks run other modules than the rest, it adds up what does not belong together. FullyShardedUnits makes it
@@ -9,7 +9,7 @@ begin its collectives in an order that all ranks share (passes.py). This is the 
 beside what outputs.py does with outputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from potluck.errors import ConfigError
 from potluck.sharding.absent import (
     SplitPlace,
     check_unwritten,
-    mark_split,
     name_of,
     name_parameter,
     refuse_copy,
@@ -36,13 +35,14 @@ from potluck.sharding.absent import (
     watch,
 )
 from potluck.sharding.blocks import untied
-from potluck.sharding.collectives import CodedScatter, Collectives, GlooCollectives, lend, local_part, sum_gradients
+from potluck.sharding.collectives import Collectives
+from potluck.sharding.fsdp_collectives import CodedScatter, GlooGather, GlooReduce, local_part, sum_gradients
 from potluck.sharding.outputs import hook_fully_sharded
-from potluck.sharding.passes import Lasts, Passes
+from potluck.sharding.passes import Passes
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, Span, claim, group_names, homes, sparse_gradient, stays_whole
+from potluck.sharding.runs import FlatRun, Span, claim, homes, sparse_gradient, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
-from potluck.sharding.whole_steps import check_can_split
+from potluck.sharding.split_parameter import mark_split
 
 AS_DTENSORS = torch._C.DisableTorchFunctionSubclass
 """Turns off what absent.py says of a loop's uses, which takes time for each attribute."""
@@ -78,8 +78,6 @@ class FullyShardedUnits:
         self._used: set[int] = set()
         self.used: set[str] = set()
         """The parameters that got a gradient on any rank, in the backwards since somebody emptied it."""
-        self.has_ended = True
-        self.lasts = Lasts()
         self._is_ending = self._makes_graph = self._is_aside = False
         """Whether a backward ends; whether one has made a graph, of which the next takes gradients; and whether this
         one is no backward of the step, such as autograd.grad() in a loss."""
@@ -88,8 +86,8 @@ class FullyShardedUnits:
             begin=self._begin,
             skip=self._skip,
             may_begin_early=self._may_begin_early,
-            used=lambda: [*self.lasts.tell(not self.has_ended), *(each in self._used for each in self._parameters)],
             agree=self._agree,
+            used=lambda: [each in self._used for each in self._parameters],
         )
         self._put_in_place(model)
 
@@ -147,9 +145,11 @@ class FullyShardedUnits:
         then()
 
     def take_part(self) -> None:
-        """Take part in a backward for which this rank has nothing that autograd could run."""
-        self._end_backward()
-        self._end()
+        """End the backward that was announced, if it has not: this rank may have nothing that autograd could run."""
+        if self._passes.announced is not None:
+            self._end_backward()
+            self._end()
+        self._passes.check_lasts()
 
     def _gather_roots(self) -> None:
         for root in self._roots:
@@ -167,7 +167,7 @@ class FullyShardedUnits:
     @torch.no_grad()
     def announce(self, *, last: bool) -> None:
         """Announce a backward of the step."""
-        self.has_ended, self.lasts.last = False, last
+        self._passes.announced = last
         # Another backward may have come since this one's forward, and let go of the root, of which a loss may have
         # used something by itself: every rank gathers it again, also one that has no backward of its own.
         if self._state._is_root is not None:  # torch sets it in the first forward
@@ -183,7 +183,7 @@ class FullyShardedUnits:
     def _end_backward(self) -> None:
         if self._passes.kind != "backward":
             self._start_backward()
-        self._is_ending = True
+        self._is_ending, self._makes_graph = True, self._makes_graph and self._passes.announced is None
         for number in reversed(range(len(self._groups))):
             # Where no input of a block needs a gradient, nothing has said that its own are complete.
             if any(_gradient(each) is not None for each in self._groups[number].fsdp_params):
@@ -196,13 +196,9 @@ class FullyShardedUnits:
             self._sum(root)
         for group in self._groups:
             _release(group)
-        if not self.has_ended:
-            self.lasts.hear(self._passes.used_by_any)
-            self._makes_graph = False
-        told = zip(self._parameters.values(), self._passes.used_by_any[2:], strict=True)
+        told = zip(self._parameters.values(), self._passes.used_by_any, strict=True)
         self.used |= {name for name, is_used in told if is_used}
         self._used.clear()
-        self.has_ended = True
 
     # What all ranks do alike
 
@@ -244,6 +240,10 @@ class FullyShardedUnits:
             if not in_use:
                 _release(group)
             return
+        for each in group.fsdp_params:
+            # A function may have made it sparse, which no check of the model's layers sees before.
+            if (gradient := _gradient(each)) is not None and gradient.is_sparse:
+                raise ConfigError(sparse_gradient(name_of(each.sharded_param)))
         self._before_sum(group)
         state, group.reshard_after_backward = group._training_state, not in_use
         with AS_DTENSORS():
@@ -287,14 +287,6 @@ def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
     return None if whole is None else whole.grad
 
 
-def _sum_dense(group: FSDPParamGroup, sum_: Callable[..., None], *unused: Any) -> None:
-    """A function may have made a gradient sparse, which no check of the model's layers sees before."""
-    for each in group.fsdp_params:
-        if (gradient := _gradient(each)) is not None and gradient.is_sparse:
-            raise ConfigError(sparse_gradient(name_of(each.sharded_param)))
-    sum_(*unused)
-
-
 def _release(group: FSDPParamGroup) -> None:
     group.wait_for_unshard()
     if group.is_unsharded:
@@ -329,11 +321,10 @@ class FullySharded(Sharded):
 
     def __init__(self, wanted: SplitRequest, mesh: DeviceMesh) -> None:
         """`mesh`: of one dimension, or of two: nodes, and the ranks of each."""
-        self.model, self.optimizer = model, optimizer = wanted.model, wanted.optimizer
-        check_can_split(optimizer)
+        model, optimizer = wanted.model, wanted.optimizer
+        super().__init__(model, optimizer, mesh.get_group(mesh.ndim - 1))
         blocks = untied(model, wanted.blocks)
-        self.collectives = Collectives(mesh.get_group(mesh.ndim - 1))
-        self._lent = GlooCollectives(self.collectives) if _is_gloo(self.collectives.group, mesh.device_type) else None
+        self._lent = GlooReduce(self.collectives) if _is_gloo(self.collectives.group, mesh.device_type) else None
         # What a reduction gives is read at once: summed over nodes, copied to a GPU on a stream of its own, or rounded
         # to the type of its parameters.
         is_rounded = wanted.bf16 and any(each.dtype != torch.float32 for each in model.parameters())
@@ -341,7 +332,6 @@ class FullySharded(Sharded):
         whole = dict(model.named_parameters())
         home = homes(optimizer)
         held = {name: parameter for name, parameter in whole.items() if id(parameter) in home}
-        self.group_names = group_names(optimizer, {id(parameter): name for name, parameter in whole.items()})
         claim(held, self)
         number = {name: home[id(parameter)] for name, parameter in held.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
@@ -361,6 +351,7 @@ class FullySharded(Sharded):
             for module in self._modules:
                 sum_gradients(module)
         self._units = self._in_order(blocks, mesh)
+        self.used = self._units.used
         self._summed: set[object] = set()
         """Units whose gradients of this step are under way already, or have arrived."""
         parts = {name: part for name, part in model.named_parameters() if isinstance(part, DTensor)}
@@ -399,11 +390,10 @@ class FullySharded(Sharded):
             for parameter in whole:  # the optimizer still has it: else all of the model would be on the device at once
                 parameter.data = parameter.data.new_empty(1).expand(parameter.shape)
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        for group in (group for module in self._modules for group in _groups(module)):
-            group.post_backward = partial(_sum_dense, group, group.post_backward)  # type: ignore[method-assign]
         if self._lent is not None:
             for module in self._modules:
-                lend(module, self._lent)
+                module.set_custom_all_gather(GlooGather())
+                module.set_custom_reduce_scatter(self._lent)
 
     def _in_order(self, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> FullyShardedUnits:
         over = [Collectives(mesh.get_group(dimension)) for dimension in range(mesh.ndim)]
@@ -415,7 +405,7 @@ class FullySharded(Sharded):
         """Wait for a sum of this unit that is still under way, since the next one adds to the same gradient."""
         if unit in self._summed and self._lent is not None:
             self._lent.finish()
-            self._lent.arm(waits=True)
+            self._lent.waits = True
         self._summed.add(unit)
 
     def _point_optimizer(
@@ -465,18 +455,12 @@ class FullySharded(Sharded):
         self._whole = []
         if self._lent is not None:
             self._lent.finish()
-            self._lent.arm(waits=self._must_wait)
+            self._lent.waits = self._must_wait
         self._units.announce(last=last)
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        if not self._units.has_ended:
-            self._units.take_part()
-        self._units.lasts.check()
-
-    @property
-    def used(self) -> Set[str]:
-        return self._units.used
+        self._units.take_part()
 
     def drop_unused(self) -> None:
         """Mark tied parameters that no stage has used. Any other that no rank has used has no gradient since
@@ -502,7 +486,7 @@ class FullySharded(Sharded):
                 name = run.span.name
                 if name in self.tied_names:
                     source.grad = torch.zeros_like(source) if source.grad is None else source.grad
-                elif name not in self._units.used:
+                elif name not in self.used:
                     source.grad = None  # nobody has used it: the zeros that all have summed are no gradient
                 run.parameter.grad = None if source.grad is None else _flat(source.grad)
             for run, source in self._unstepped:
@@ -526,7 +510,7 @@ class FullySharded(Sharded):
             for run, source in (*zip(self.runs, self._sources, strict=True), *self._unstepped):
                 run.parameter.grad = source.grad = None
         self._summed.clear()
-        self._units.used.clear()
+        self.used.clear()
 
 
 def _flat(part: Tensor) -> Tensor:

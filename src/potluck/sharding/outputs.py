@@ -4,10 +4,9 @@ A split block is gathered again when the gradient of something that it gave arri
 hook. torch looks for them in tuples, lists, dicts and, in newer versions, dataclasses; models return any object.
 """
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._pytree import tree_leaves, tree_map
+
+from potluck.batch_shapes import rebuilt
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device)
 MOST_OBJECTS = 10_000
@@ -50,11 +51,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
             return one.to(dtype) if one.is_floating_point() else one
         if not is_dataclass(one) or isinstance(one, type | Mapping):
             return one
-        made = copy.copy(one)
-        for each in fields(one):
-            if hasattr(one, each.name):
-                object.__setattr__(made, each.name, cast_floats(getattr(one, each.name), dtype))  # it may be frozen
-        return made
+        return rebuilt(one, lambda part: cast_floats(part, dtype))
 
     return tree_map(cast, value)
 

@@ -30,26 +30,6 @@ UNEQUAL = (
 )
 
 
-class Lasts:
-    """Whether all ranks take the same backward for the step's last: else some would wait for what never comes."""
-
-    def __init__(self) -> None:
-        self.last = True
-        self._differ = False
-
-    def tell(self, is_announced: bool) -> list[bool]:
-        """Return this rank's flags for a backward: it is the last, it is not. One that was not announced, as in a loss,
-        sets none."""
-        return [is_announced and self.last, is_announced and not self.last]
-
-    def hear(self, told_by_any: Sequence[bool]) -> None:
-        self._differ = all(told_by_any[:2])
-
-    def check(self) -> None:
-        if self._differ:
-            raise ConfigError(UNEQUAL)
-
-
 class Passes:
     def __init__(
         self,
@@ -58,8 +38,8 @@ class Passes:
         begin: Callable[[int, bool], None],
         skip: Callable[[int], None],
         may_begin_early: Callable[[int], bool],
-        used: Callable[[], Sequence[bool]],
         agree: Callable[[Tensor], None],
+        used: Callable[[], Sequence[bool]] = tuple,
     ) -> None:
         """An operation is a number: gather(unit) or sum(unit).
 
@@ -72,6 +52,11 @@ class Passes:
         """The pass that is under way."""
         self.used_by_any: list[bool] = []
         """What `used` gave in the last backward, by any rank."""
+        self.announced: bool | None = None
+        """Whether the backward that is to come is the step's last; None: none was announced, as for one in a loss."""
+        self._differ = False
+        self._lasts: list[int] = []
+        """Whether any rank takes a backward for the last, and whether any does not."""
         self._begin, self._skip, self._may_begin_early = begin, skip, may_begin_early
         self._used, self._agree = used, agree
         self._plans: dict[Kind, list[int]] = {"forward": list(range(units)), "backward": self._way_back()}
@@ -129,6 +114,14 @@ class Passes:
             self._do(agreed)
         self._learn()
         self.kind = None
+        if kind == "backward" and self.announced is not None:
+            self._differ, self.announced = all(self._lasts), None
+
+    def check_lasts(self) -> None:
+        """Check that all ranks took the same backward for the step's last: else some would wait for what never
+        comes."""
+        if self._differ:
+            raise ConfigError(UNEQUAL)
 
     @property
     def _plan(self) -> list[int]:
@@ -177,12 +170,14 @@ class Passes:
     def _ask(self, wish: int) -> int:
         """Agree on the operation that all ranks do now: the lowest number that one asks for. They ask at the same
         place, so their traces are alike."""
-        flags_of_ranks = torch.tensor([-wish, *self._wanted, *self._used()], dtype=torch.int32)
+        lasts = self.announced is True, self.announced is False
+        flags_of_ranks = torch.tensor([-wish, *lasts, *self._wanted, *self._used()], dtype=torch.int32)
         self._agree(flags_of_ranks)
-        agreed, flags = -int(flags_of_ranks[0]), flags_of_ranks[1:].tolist()
+        wished, *flags = flags_of_ranks.tolist()
+        self._lasts, flags = flags[:2], flags[2:]
         self._wanted_by_any = [bool(flag) for flag in flags[: len(self._trace)]]
         self.used_by_any = [bool(flag) for flag in flags[len(self._trace) :]]
-        return agreed
+        return -int(wished)
 
     def _learn(self) -> None:
         """A pass that did more than its plan is the plan of the next, without what was begun in vain before it."""

@@ -7,7 +7,7 @@ Saving, averaging and handing over need nothing else than a rank's runs and the 
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +104,21 @@ def step_unless(optimizer: Optimizer, is_bad: Tensor, factor: Tensor) -> None:
 
 
 @contextmanager
+def laid_out(optimizer: Optimizer) -> Iterator[None]:
+    """Within this context gradients lie in memory as their parameters do: fused kernels go through both alike. Workers
+    add them up in the order of their elements, since one may have a model in channels_last and another not."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if not each.is_contiguous()]
+    others = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.stride() != p.stride()]
+    for parameter, gradient in others:
+        parameter.grad = torch.empty_like(parameter.detach()).copy_(gradient)
+    try:
+        yield
+    finally:
+        for parameter, gradient in others:
+            parameter.grad = gradient
+
+
+@contextmanager
 def scaling(optimizer: Optimizer, gradients: Sequence[Tensor], scale: float) -> Iterator[None]:
     """Step on the gradients times `scale` within this context; a fused optimizer does that in the same pass over
     them."""
@@ -161,6 +176,13 @@ def claim(parameters: Mapping[str, nn.Parameter], owner: object) -> None:
 def homes(optimizer: Optimizer) -> dict[int, int]:
     """Map each parameter's id to the number of its group."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def check_holds_some(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Check that the optimizer holds any of these that are trained, if there are any: of a stage, all may be frozen."""
+    trained, home = [each for each in parameters if each.requires_grad], homes(optimizer)
+    if trained and home and not any(id(each) in home for each in trained):
+        raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

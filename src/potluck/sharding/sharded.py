@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from potluck.coded_numbers import Coding
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, first_names, held_bytes, repoint, scaling, total_norm
-from potluck.sharding.whole_steps import WholeSteps, check_hooks, names_stepped_whole
+from potluck.sharding.runs import FlatRun, first_names, group_names, held_bytes, repoint, scaling, total_norm
+from potluck.sharding.whole_steps import WholeSteps, check_can_split, check_hooks, names_stepped_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,17 @@ class Sharded:
     """Whether every rank has all parameters whole, whoever owns them."""
     cuts_alike: bool = False
     """Whether a parameter is split the same way whatever else the model has, as two stages that have it need it."""
+
+    used: set[str]
+    """Parameters that got a gradient in this step: on this rank, or already known to on another. After finish()."""
+    _trained: Sequence[str] = ()
+    """Parameters that may be left unused; none where that is known without asking."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None) -> None:
+        check_can_split(optimizer)
+        self.model, self.optimizer, self.collectives = model, optimizer, Collectives(group)
+        self.group_names = group_names(optimizer, {id(each): name for name, each in model.named_parameters()})
+        self.used = set()
 
     @property
     def writer(self) -> Writer:
@@ -167,11 +178,6 @@ class Sharded:
         """The gradients of trained parameters that no optimizer holds. They count in the norm."""
         return [run.parameter.grad for run in self.rest if run.parameter.grad is not None]
 
-    @property
-    def used(self) -> Set[str]:
-        """Parameters that got a gradient in this step: on this rank, or already known to on another. After finish()."""
-        raise NotImplementedError
-
     def run_gradients(self) -> list[Tensor | None]:
         """The whole gradient of each of this rank's runs. After finish()."""
         return [run.parameter.grad for run in self.runs]
@@ -215,17 +221,18 @@ class Sharded:
     @property
     def has_unused(self) -> bool:
         """Whether some parameter got no gradient on this rank."""
-        return False
+        return len(self.used) < len(self._trained)
 
     def drop_unused(self) -> None:
         """Parameters that no rank used get no gradient, as in one process. A collective."""
+        used = self.used | self.used_in_stages
+        told = torch.tensor([name in used for name in self._trained], dtype=torch.int32)
+        self._agree(told)
+        self._idle = {name for name, is_used in zip(self._trained, told.tolist(), strict=True) if not is_used}
 
-    def _forget_unused(self, names: Sequence[str], used: Sequence[bool]) -> None:
-        """`used`: for each of these parameters, whether this rank has."""
-        anywhere = [here or name in self.used_in_stages for name, here in zip(names, used, strict=True)]
-        counts = torch.tensor(anywhere, dtype=torch.int32)
-        self.collectives.start_sum(counts).wait()
-        self._idle = {n for n, count in zip(names, counts.tolist(), strict=True) if not count}
+    def _agree(self, told: Tensor) -> None:
+        """Each number becomes the largest of all ranks that sum gradients with each other."""
+        self.collectives.maximum(told)
 
     def _step_used(self) -> None:
         """The optimizer's step, which sees no gradient of what no rank has used: no state of it, no count of steps."""

@@ -18,7 +18,7 @@ Why this is not torch's fully_shard: docs/decisions/0012-uneven-shards-have-thei
 """
 
 import operator
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,17 +26,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from potluck.errors import ConfigError
 from potluck.sharding.absent import SplitPlace, refuse_replacements
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.optimizer_shard import weights_for
 from potluck.sharding.outputs import cast_floats, kept_by, later, tensors_of
-from potluck.sharding.passes import Lasts, Passes
+from potluck.sharding.passes import Passes
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, claim, group_names, homes, run_of, stays_whole
+from potluck.sharding.runs import FlatRun, check_holds_some, claim, homes, run_of, stays_whole
 from potluck.sharding.sharded import Sharded, SplitRequest
 from potluck.sharding.units import FlatParam, FlatParamMember, OwnedShard, ParamGroup, Placement, Sum
-from potluck.sharding.whole_steps import check_can_split
 
 MOST_ON_THEIR_WAY = 1
 """Sums of gradients: further ones wait for it. One lasts as long as a block's backward, and costs a block's memory."""
@@ -50,29 +48,23 @@ class UnevenShards(Sharded):
     def __init__(self, wanted: SplitRequest, weights: Sequence[float] | None = None) -> None:
         """`weights`: each rank's part, in proportion; none: equal. Nodes have equal weights, so that the same places of
         theirs own the same numbers."""
-        self.model, self.optimizer, self.device = wanted.model, wanted.optimizer, wanted.device
-        check_can_split(self.optimizer)
-        self.collectives = Collectives(wanted.group)
+        super().__init__(wanted.model, wanted.optimizer, wanted.group)
+        self.device = wanted.device
         self._weights = weights_for(weights, self.collectives.world)
         self._nodes = Collectives(wanted.nodes) if wanted.nodes is not None else None
         self._sum_over_nodes = self._how_nodes_sum(wanted)
         ranks = self.collectives.world * (self._nodes.world if self._nodes is not None else 1)
         self._share = 1 / ranks if wanted.mean else 1.0
         self._computes_in = torch.bfloat16 if wanted.bf16 else None
-        self._in_backward = self._is_owed = self._makes_graph = False
-        """Whether a backward runs; whether one was announced that has not ended; and whether one has made a graph, of
-        which the next will take gradients."""
-        self._lasts = Lasts()
+        self._in_backward = self._makes_graph = False
+        """Whether a backward runs; and whether one has made a graph, of which the next will take gradients."""
         self._current: ParamGroup | None = None
         """The block whose backward runs."""
         self._sums: list[Sum] = []
-        self._used: set[str] = set()
-        """Parameters that got a gradient on this rank in this step."""
         distinct = list(dict.fromkeys(wanted.blocks))
         members = self._members()
         claim({member.name: member.parameter for member in members.values() if member.is_trained}, self)
         self.split = {member.name: Spec(member.shape, member.dtype) for member in members.values()}
-        self.group_names = group_names(self.optimizer, {key: member.name for key, member in members.items()})
         self._plan(distinct, members)
         self._move()
         self._passes = Passes(
@@ -80,7 +72,6 @@ class UnevenShards(Sharded):
             begin=self._begin,
             skip=self._skip,
             may_begin_early=lambda each: each < len(self._blocks) and self._blocks[each].placement is Placement.SPLIT,
-            used=lambda: self._lasts.tell(self._is_owed),
             agree=self._agree,
         )
         self._hook(distinct)
@@ -92,7 +83,7 @@ class UnevenShards(Sharded):
     def arm(self, *, last: bool) -> None:
         self.end_backward()
         self._root.check_unwritten()
-        self._is_owed, self._lasts.last = True, last
+        self._passes.announced = last
         with torch.no_grad():
             self._gather(self._root)  # another backward may have let go of it, and a loss may have used it by itself
             if self._makes_graph:
@@ -103,11 +94,11 @@ class UnevenShards(Sharded):
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        if self._is_owed:
+        if self._passes.announced is not None:
             if not self._in_backward:
                 self._start_backward()
             self._end_backward()
-        self._lasts.check()
+        self._passes.check_lasts()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -130,23 +121,10 @@ class UnevenShards(Sharded):
             unit.forget()
         for gradient in (*self.gradients(), *self.unstepped()):
             gradient.zero_()
-        self._used.clear()
+        self.used.clear()
         self._idle = frozenset()
         self._in_backward = self._makes_graph = False
         self._current = None
-
-    @property
-    def used(self) -> Set[str]:
-        return self._used
-
-    @property
-    def has_unused(self) -> bool:
-        return len(self._used) < len(self._trained)
-
-    def drop_unused(self) -> None:
-        used = torch.tensor([name in self._used for name in self._trained], dtype=torch.int32)
-        self._agree(used)
-        self._forget_unused(self._trained, used.bool().tolist())
 
     def _parameters(self) -> list[Tensor]:
         gathered = [stretch.whole for unit in self._units for stretch in unit.stretches]
@@ -163,7 +141,7 @@ class UnevenShards(Sharded):
         nodes = self._nodes
         if nodes is None or nodes.group is None or nodes.world == 1:
             return None
-        return wanted.sum_over(nodes.group) if wanted.sum_over is not None else lambda part: _wait(nodes, part)
+        return wanted.sum_over(nodes.group) if wanted.sum_over is not None else nodes.sum
 
     def _members(self) -> dict[int, FlatParamMember]:
         """Return the members by their parameter's id, so that a tied one is there once."""
@@ -174,9 +152,7 @@ class UnevenShards(Sharded):
                 continue
             group = home.get(id(parameter), UNSTEPPED) if parameter.requires_grad else None
             members[id(parameter)] = FlatParamMember(name, parameter, group, tuple(parameter.shape), parameter.dtype)
-        trained = [member for member in members.values() if member.is_trained]  # none where a stage is frozen
-        if home and trained and all(member.group == UNSTEPPED for member in trained):
-            raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
+        check_holds_some(self.optimizer, self.model.parameters())
         return members
 
     def _plan(self, blocks: list[nn.Module], members: dict[int, FlatParamMember]) -> None:
@@ -359,14 +335,12 @@ class UnevenShards(Sharded):
             unit.uses, unit.in_use = 0, False
             if unit.owes_sums:
                 self._passes.want(self._passes.sum(number))
+        self._makes_graph &= self._passes.announced is None
         self._passes.end("backward")
         for unit in self._units:
             unit.release()
         self._start_sums_of(self._root)
-        self._makes_graph &= not self._is_owed
-        if self._is_owed:
-            self._lasts.hear(self._passes.used_by_any)
-        self._in_backward = self._is_owed = False
+        self._in_backward = False
 
     def _start_sums_of(self, unit: ParamGroup) -> None:
         unit.owes_sums = False
@@ -383,9 +357,5 @@ class UnevenShards(Sharded):
             parameter.grad = None
             return
         unit.owes_sums = True
-        self._used.add(stretch.members[index].name)
+        self.used.add(stretch.members[index].name)
         stretch.add_gradient(index)
-
-
-def _wait(over: Collectives, part: Tensor) -> None:
-    over.start_sum(part).wait()

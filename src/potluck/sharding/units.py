@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from potluck.sharding.absent import AbsentParameter, check_unwritten, name_parameter, watch
-from potluck.sharding.collectives import Collectives, Pending
+from potluck.sharding.collectives import Collectives, Done, Pending
 from potluck.sharding.optimizer_shard import OptimizerShard
 from potluck.sharding.runs import Span
 
@@ -91,8 +91,10 @@ class FlatParam:
         self.is_trained = self.members[0].is_trained
         ends = list(accumulate(member.parameter.numel() for member in self.members))
         self.starts = [0, *ends]
-        self.shards = [OptimizerShard.for_weights(other, weights, ends[-1]) for other in range(len(weights))]
-        self.own = self.shards[rank]
+        shards = [OptimizerShard.for_weights(other, weights, ends[-1]) for other in range(len(weights))]
+        self.own = shards[rank]
+        self._ranges = [(each.rank, slice(each.param_start, each.param_end)) for each in shards if each.shard_size]
+        """What each rank owns, if it owns any."""
         self.pieces: list[FlatParamPiece] = []
         self.whole = torch.empty(ends[-1], dtype=dtype, device=device)  # [all numbers], if gathered
         self._whole_bytes = self.whole.untyped_storage().nbytes()
@@ -107,7 +109,7 @@ class FlatParam:
         self._absent = [nothing.expand(member.shape) for member in self.members]
         self._gradient: Tensor | None = None  # [all numbers], while it arrives
         self._arrived: set[int] = set()
-        self._pending: list[Pending] = []
+        self._pending: Pending = Done()
 
     def own_spans(self) -> list[tuple[int, Span]]:
         """List the spans of its members that this rank owns, each with its member's index."""
@@ -147,26 +149,20 @@ class FlatParam:
 
     def start_gather(self, over: Collectives) -> None:
         self.whole.untyped_storage().resize_(self._whole_bytes)
-        self._pending += self._start_broadcasts(self.whole, over)
+        self._pending = self._start_broadcasts(self.whole, over)
 
     def gather_aside(self, over: Collectives) -> None:
         """Sends this rank's range to others that gather it now, while this rank has all of it already."""
-        for work in self._start_broadcasts(torch.empty_like(self.whole), over):
-            work.wait()
+        self._start_broadcasts(torch.empty_like(self.whole), over).wait()
 
-    def _start_broadcasts(self, whole: Tensor, over: Collectives) -> list[Pending]:
+    def _start_broadcasts(self, whole: Tensor, over: Collectives) -> Pending:
         """Begin to fill this memory from the owners, of which this rank is one."""
         for piece in self.pieces:
             whole[piece.start : piece.end].copy_(piece.numbers)
-        owned = [shard for shard in self.shards if shard.shard_size]
-        return [over.start_broadcast(whole[shard.param_start : shard.param_end], shard.rank) for shard in owned]
-
-    def wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
+        return over.start_broadcasts((owner, whole[place]) for owner, place in self._ranges)
 
     def show(self) -> None:
+        self._pending.wait()
         self._point(self._views, absent=False)
         self._versions = [member.parameter._version for member in self.members]
 
@@ -177,7 +173,7 @@ class FlatParam:
         check_unwritten((m.parameter, version) for m, version in zip(self.members, self._versions, strict=True))
 
     def release(self) -> None:
-        self.wait()
+        self._pending.wait()
         self.hide()
         self.whole.untyped_storage().resize_(0)
 
@@ -208,14 +204,8 @@ class FlatParam:
             for index in range(len(self.members)):
                 if index not in self._arrived:
                     gradient[self.starts[index] : self.starts[index + 1]].zero_()
-        self._gradient = None
-        self._arrived.clear()
-        works = [
-            over.start_reduce(gradient[shard.param_start : shard.param_end], shard.rank)
-            for shard in self.shards
-            if shard.shard_size
-        ]
-        return Sum(self.pieces, gradient, works)
+        self.forget_gradient()
+        return Sum(self.pieces, gradient, over.start_reduces((owner, gradient[place]) for owner, place in self._ranges))
 
     def forget_gradient(self) -> None:
         self._gradient = None
@@ -228,11 +218,10 @@ class Sum:
 
     pieces: list[FlatParamPiece]
     gradient: Tensor  # [all numbers of the stretch]
-    works: list[Pending]
+    work: Pending
 
     def take_in(self, share: float, sum_over_nodes: Callable[[Tensor], None] | None = None) -> None:
-        for work in self.works:
-            work.wait()
+        self.work.wait()
         for piece in self.pieces:
             assert piece.gradient is not None
             if sum_over_nodes is not None:
@@ -267,7 +256,6 @@ class ParamGroup:
         self.start_gather(over)
         if self.placement is Placement.ARRIVING:
             for stretch in self.stretches:
-                stretch.wait()
                 stretch.show()
             self.placement = Placement.WHOLE
 

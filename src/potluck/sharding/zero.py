@@ -11,7 +11,7 @@ Between steps a loop may read and write parameters as it likes, by whatever name
 With `keep_gradients` each rank has its whole gradient until the step, as ZeRO-1 says, and it travels once a step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.errors import ConfigError
-from potluck.sharding.collectives import Collectives, Pending
+from potluck.sharding.collectives import Done, Pending
 from potluck.sharding.optimizer_shard import OptimizerShard, weights_for
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import (
     Span,
+    check_holds_some,
     claim,
-    group_names,
     homes,
     in_host_memory,
     run_of,
@@ -36,7 +36,6 @@ from potluck.sharding.runs import (
     twice_in_one_backward,
 )
 from potluck.sharding.sharded import Sharded
-from potluck.sharding.whole_steps import check_can_split
 
 BUCKET_BYTES = 8 << 20
 """Bytes of gradients that travel together."""
@@ -90,7 +89,7 @@ class _Bucket:
     parameters: list[int]
     missing: set[int] = field(default_factory=set)
     gradient: Tensor | None = None
-    pending: list[Pending] = field(default_factory=list)
+    pending: Pending = Done()
     is_sent: bool = False
     """Whether it has left since the last finish()."""
     is_taken: bool = False
@@ -120,10 +119,7 @@ class ShardedOptimizer(Sharded):
 
         `offload`: this rank's range is stepped in host memory, and so its state is there.
         """
-        check_can_split(optimizer)
-        self.model = model
-        self.optimizer = optimizer
-        self.collectives = Collectives(group)
+        super().__init__(model, optimizer, group)
         shares = weights_for(weights, self.collectives.world)
         self._mean = mean
         self._keeps = keep_gradients
@@ -135,13 +131,11 @@ class ShardedOptimizer(Sharded):
         self._check(model)
         self.rest = []
         self.split = {self._names[id(p)]: Spec(tuple(p.shape), p.dtype) for p in self.parameters}
-        self.group_names = group_names(optimizer, self._names)
+        self._trained = list(self.split)
         self.flats = self._flatten(shares)
         self._flat_of = {index: flat for flat in self.flats for index in flat.starts}
         self._point_optimizer()
         self._buckets = self._plan_buckets()
-        self._arrived: set[int] = set()
-        """Parameters that got a gradient on this rank in this step."""
         self._is_summed = False
         """Whether this rank's range holds its whole gradient already."""
         self._is_armed = False
@@ -196,14 +190,6 @@ class ShardedOptimizer(Sharded):
             bucket.missing, bucket.is_sent = set(bucket.parameters), False
         self._is_summed, self._has_ended = True, False
 
-    @property
-    def has_unused(self) -> bool:
-        return len(self._arrived) < len(self.parameters)
-
-    @property
-    def used(self) -> Set[str]:
-        return {self._names[id(self.parameters[index])] for index in self._arrived}
-
     def run_gradients(self) -> list[Tensor | None]:
         return list(self._run_gradients)
 
@@ -211,10 +197,6 @@ class ShardedOptimizer(Sharded):
     def load(self, gradients: Sequence[Tensor | None]) -> None:
         super().load(gradients)
         self._is_summed = True
-
-    def drop_unused(self) -> None:
-        used = [index in self._arrived for index in range(len(self.parameters))]
-        self._forget_unused([self._names[id(p)] for p in self.parameters], used)
 
     def gradients(self) -> list[Tensor]:
         return [flat.gradient for flat in self.flats]
@@ -239,7 +221,7 @@ class ShardedOptimizer(Sharded):
                 flat.whole_gradient.zero_()
         for bucket in self._buckets:
             bucket.is_taken = False
-        self._arrived.clear()
+        self.used.clear()
         self._idle = frozenset()
         self._is_summed = False
 
@@ -257,13 +239,12 @@ class ShardedOptimizer(Sharded):
             if flat.host is not None:
                 flat.own.copy_(flat.host)
         self._is_stale = False
-        pending = [
-            self.collectives.start_broadcast(bucket.of.numbers[start:end], owner)
+        parts = (
+            (owner, bucket.of.numbers[start:end])
             for bucket in self._buckets
             for owner, start, end in self._parts_of(bucket)
-        ]
-        for each in pending:
-            each.wait()
+        )
+        self.collectives.start_broadcasts(parts).wait()
 
     share = broadcast_updated_params  # what every way to split calls it
 
@@ -288,9 +269,7 @@ class ShardedOptimizer(Sharded):
 
     def _check(self, model: nn.Module) -> None:
         self._names = names = {id(parameter): name for name, parameter in model.named_parameters()}
-        is_trained = any(parameter.requires_grad for parameter in model.parameters())  # of a stage, all may be frozen
-        if is_trained and not self.parameters and homes(self.optimizer):
-            raise ConfigError("The optimizer holds no parameter of the model that requires a gradient.")
+        check_holds_some(self.optimizer, model.parameters())
         claim({names[id(parameter)]: parameter for parameter in self.parameters}, self)
         devices = sorted({str(parameter.device) for parameter in self.parameters})
         if len(devices) > 1:
@@ -353,15 +332,16 @@ class ShardedOptimizer(Sharded):
 
     def _hook(self, bucket: _Bucket, index: int) -> Callable[[Tensor], None]:
         start, size = bucket.of.starts[index] - bucket.start, self.parameters[index].numel()
+        name = self._names[id(self.parameters[index])]
 
         @torch.no_grad()
         def on_gradient(parameter: Tensor) -> None:
             assert parameter.grad is not None
             self._check_fresh()
             if parameter.grad.is_sparse:
-                raise ConfigError(sparse_gradient(self._names[id(parameter)]))
+                raise ConfigError(sparse_gradient(name))
             if index not in bucket.missing and self._is_armed and not self._has_ended:
-                raise ConfigError(twice_in_one_backward(self._names[id(parameter)]))
+                raise ConfigError(twice_in_one_backward(name))
             if (index not in bucket.missing or self._has_ended) and not self._keeps:
                 self.finish()  # another backward before the step: the first one leaves now
             self._is_summed = False
@@ -373,7 +353,7 @@ class ShardedOptimizer(Sharded):
             else:
                 own_gradient.copy_(parameter.grad)
             parameter.grad = None
-            self._arrived.add(index)
+            self.used.add(name)
             if self._is_last or not self._keeps:
                 bucket.missing.discard(index)
                 self._send_in_order()
@@ -415,17 +395,17 @@ class ShardedOptimizer(Sharded):
         bucket.is_sent = True
         while len(self._on_their_way) >= MOST_ON_THEIR_WAY:
             self._take_in(self._on_their_way[0])
-        for owner, start, end in self._parts_of(bucket):
-            part = bucket.gradient[start - bucket.start : end - bucket.start]
-            bucket.pending.append(self.collectives.start_reduce(part, owner))
+        parts, gradient, first = self._parts_of(bucket), bucket.gradient, bucket.start
+        bucket.pending = self.collectives.start_reduces(
+            (owner, gradient[a - first : b - first]) for owner, a, b in parts
+        )
         self._on_their_way.append(bucket)
 
     def _take_in(self, bucket: _Bucket) -> None:
         """Take this rank's part of a bucket that has arrived; the rest is forgotten."""
         assert bucket.gradient is not None
         self._on_their_way.remove(bucket)
-        for pending in bucket.pending:
-            pending.wait()
+        bucket.pending.wait()
         start, end = bucket.of.part_in(bucket.start, bucket.end)
         if start < end:
             part, first = bucket.gradient[start - bucket.start : end - bucket.start], bucket.of.shard.param_start
@@ -439,4 +419,4 @@ class ShardedOptimizer(Sharded):
                 torch.mul(part, share, out=own_gradient)
         if not self._keeps and len(self._memory) <= MOST_ON_THEIR_WAY:
             self._memory.append(bucket.gradient)
-        bucket.gradient, bucket.pending, bucket.is_taken = None, [], True
+        bucket.gradient, bucket.pending, bucket.is_taken = None, Done(), True

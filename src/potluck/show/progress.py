@@ -178,9 +178,7 @@ class Progress:
         assert self._run is not None
         if any(worker.send_s for worker in workers):
             return _table_of_stages(workers)
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for name in ("worker", "rows", "share", "busy", "waiting", f"{self._run.unit}/s"):
-            table.add_column(Text(name), justify="left" if name == "worker" else "right", min_width=9)
+        table = _table_of("worker", "rows", "share", "busy", "waiting", f"{self._run.unit}/s")
         rows = sum(worker.rows for worker in workers)
         for worker in workers:
             took = max(worker.busy_s + worker.wait_s, 1e-9)
@@ -213,11 +211,16 @@ class Progress:
 
 def _table_of_stages(workers: tuple[WorkerStep, ...]) -> Table:
     """Show where the time of each stage goes."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("stage", "rows", "busy", "waiting", "sending"):
-        table.add_column(name, justify="left" if name == "stage" else "right", min_width=9)
+    table = _table_of("stage", "rows", "busy", "waiting", "sending")
     for worker in workers:
         table.add_row(Text(_name(worker).removeprefix("stage ")), f"{worker.rows:,}", *_shares(worker))
+    return table
+
+
+def _table_of(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in (first, *others):
+        table.add_column(Text(name), justify="left" if name == first else "right", min_width=9)
     return table
 
 

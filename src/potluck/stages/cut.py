@@ -9,6 +9,7 @@ layers (masks, tables, positions) is done on every stage, and nothing has to be 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,6 @@ from potluck.stages.seats import (
     AbsentLayer,
     AbsentPart,
     Activation,
-    LayerSlot,
-    OuterModuleSlot,
     Pass,
     StageExit,
     StandIn,
@@ -212,7 +211,7 @@ def _place_layers(plan: Plan, index: int, chain: Chain, now: Pass, replaced: dic
         if number in own:
             takes = opening if number == own.start == 1 else None
             layer_here = shallow(module, seated(type(module)))
-            layer_here.__dict__["_seat"] = LayerSlot(now=now, place=place, takes=takes, crossing=crossing)
+            layer_here.__dict__["_seat"] = partial(now.run_layer, place, takes, crossing)
             blocks.append(layer_here)
             replaced[id(module)] = layer_here
         else:
@@ -251,13 +250,11 @@ def _crossing(plan: Plan, index: int, number: int, place: int) -> Crossing:
 
 def _place_parts(chain: Chain, now: Pass, replaced: dict[int, nn.Module]) -> None:
     """Wrap each module around the chain, so that it counts as one operation, also if a stand-in runs in its place."""
-    for name, part in chain.parts.items():
-        if isinstance(part, nn.Module) and not isinstance(
-            getattr(replaced.get(id(part)), "_seat", None), OuterModuleSlot
-        ):
-            here = replaced.get(id(part), part)
-            replaced[id(part)] = shallow(here, seated(type(here)))
-            replaced[id(part)].__dict__["_seat"] = OuterModuleSlot(now, name)
+    parts = {id(part): (name, part) for name, part in reversed(chain.parts.items()) if isinstance(part, nn.Module)}
+    for name, part in parts.values():
+        here = replaced.get(id(part), part)
+        replaced[id(part)] = shallow(here, seated(type(here)))
+        replaced[id(part)].__dict__["_seat"] = partial(now.run_part, name)
 
 
 def _hollow(holder: nn.Module, path: str, now: Pass, kept: set[str], used: set[int]) -> nn.Module:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from potluck.errors import TheirProtocolError
-from potluck.stages.channel import WHAT, Buffers, Label
+from potluck.stages.pipeline import WHAT, Buffers, Label
 from potluck.store.sessions import IN_FLIGHT, StoreSession
 from potluck.store.store import CHECK_EVERY_S, Store
 from potluck.store.tensors import Header, about_of, start_to_host

@@ -2,22 +2,24 @@
 
 Every message begins with a header of fixed size. A small tensor is in the same message, since one message more costs
 more than its bytes; a large one follows by itself, into memory of its own. What is expected of a peer is taken by
-threads, so that tensors arrive while the stage computes, and the header of the next one while the bytes of this one
-still travel. Gloo moves bytes of host memory, so what is on a GPU goes through there.
+threads, so that tensors arrive while the stage computes, and the next ones while the bytes of this one still travel.
+Gloo moves bytes of host memory, so what is on a GPU goes through there.
 """
 
-import queue
 import struct
-import threading
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from potluck.errors import TheirProtocolError, WorkerLost
-from potluck.stages.channel import WHAT, Buffers, Label
+from potluck.stages.pipeline import WHAT, Buffers, Label
+from potluck.store.sessions import Background
 from potluck.store.tensors import MAX_DIMENSIONS, Header
 from potluck.tensor_bytes import from_bytes, raw, to_bytes
 
@@ -31,17 +33,10 @@ SMALL_BYTES = 1 << 18
 FIRST = Header(torch.uint8, (HEADER_BYTES + SMALL_BYTES,))
 """Form of the memory in which a message that begins with a header is received: Gloo takes a shorter one too."""
 AHEAD = 8
-"""How many such messages are awaited at once, from one peer."""
-TENSOR, HEADER = 0, 1
-"""Tags: headers are awaited ahead of the tensors that are under way."""
+"""Tensors that are awaited at once, from one peer."""
+MOST_TAGS = 1 << 20
 CLOSE_S = 1.0
-"""How long to wait for a thread at the end: after a loss it may still await what never comes."""
-
-_Expected = queue.SimpleQueue[Label | None]
-"""None ends it."""
-_UnderWay = tuple[Label, Tensor, dist.Work]
-"""A label, the memory that is being filled, and the work that fills it."""
-_Tensors = queue.SimpleQueue[_UnderWay | None]
+"""How long to wait for threads at the end: after a loss they may still await what never comes."""
 
 
 def pack(label: Label, header: Header) -> bytes:
@@ -77,148 +72,93 @@ class GroupChannel:
         self._rank = rank
         self._workers = workers
         self._buffers = Buffers()
-        self._sent: list[_UnderWay] = []
-        self._here: dict[Label, Tensor] = {}
-        # Readers put tensors here while the stage waits for one; it also wakes where a reader has failed.
-        self._changed = threading.Condition()
-        self._error: Exception | None = None
-        self._readers: dict[int, _Expected] = {}
-        self._threads: list[threading.Thread] = []
+        self._sent: list[tuple[Label, Tensor, dist.Work]] = []
+        self._coming: dict[Label, Future[Tensor]] = {}
+        self._failed: Future[Tensor] = Future()
+        """Holds the first error; every wait waits for this too."""
+        # Threads of their own for each peer: one that is late must not delay what others have sent.
+        self._peers = {
+            peer: Background(AHEAD, f"tensors from worker {peer}", self._failed)
+            for peer in range(workers)
+            if peer != rank
+        }
+        self._sent_to, self._awaited_of = Counter[int](), Counter[int]()
+        """Tensors so far, by peer: their numbers are the tags of the messages."""
 
     def expect(self, labels: Sequence[Label]) -> None:
         for label in labels:
             peer = label.source % self._workers
             if peer != self._rank:
-                self._reader(peer).put(label)
+                fetch = partial(self._fetch, label, peer, _next_tag(self._awaited_of, peer))
+                self._coming[label] = self._peers[peer].start(fetch)
 
     def send(self, label: Label, tensor: Tensor) -> None:
-        peer = label.target % self._workers
+        peer, tensor = label.target % self._workers, tensor.detach()
         if peer == self._rank:
-            with self._changed:
-                self._here[label] = tensor.detach()
+            self._coming[label] = Future()
+            self._coming[label].set_result(tensor)
             return
-        tensor = tensor.detach()
-        header = Header.of(tensor)
+        tag, header = _next_tag(self._sent_to, peer), Header.of(tensor)
         head = from_bytes(pack(label, header))
         if header.nbytes <= SMALL_BYTES:
             first = self._buffers.take(Header(torch.uint8, (HEADER_BYTES + header.nbytes,)))
             first[:HEADER_BYTES] = head
             first[HEADER_BYTES:].view(header.dtype).view(header.shape).copy_(tensor)
-            self._start_send(first, peer, label, HEADER)
+            self._start_send(first, peer, label, tag)
         else:
-            self._start_send(head, peer, label, HEADER)
-            self._start_send(raw(tensor.to("cpu")), peer, label, TENSOR)
+            self._start_send(head, peer, label, tag)
+            self._start_send(raw(tensor.to("cpu")), peer, label, tag + 1)
 
     def receive(self, label: Label) -> Tensor:
-        with self._changed:
-            while label not in self._here:
-                if self._error is not None:
-                    raise self._error
-                self._changed.wait()
-            tensor = self._here.pop(label)
-        return tensor.to(self._device)
+        coming = self._coming.pop(label)
+        if not coming.done():
+            wait([coming, self._failed], return_when=FIRST_COMPLETED)
+        return (coming if coming.done() else self._failed).result().to(self._device)
 
     def flush(self) -> None:
         sent, self._sent = self._sent, []
         for label, _, work in sent:
-            try:
+            with _told(label, label.target, "did not arrive"):
                 work.wait()
-            except RuntimeError as error:
-                raise _lost(label, label.target, "did not arrive", error) from error
 
     def close(self) -> None:
-        for expected in self._readers.values():
-            expected.put(None)
-        for thread in self._threads:  # one that lets go of memory while the interpreter ends would bring it down
-            thread.join(CLOSE_S)
-        self._readers.clear()
-        self._threads.clear()
+        for peer in self._peers.values():  # one that lets go of memory while the interpreter ends would bring it down
+            peer.close(CLOSE_S)
 
-    def _reader(self, peer: int) -> _Expected:
-        if peer not in self._readers:
-            expected: _Expected = queue.SimpleQueue()
-            tensors: _Tensors = queue.SimpleQueue()
-            self._readers[peer] = expected
-            # Threads of their own for each peer: one that is late must not delay what others have sent; and headers
-            # are read on while a large tensor is still on its way.
-            for read, given in ((self._read_headers, (peer, expected, tensors)), (self._read_tensors, (tensors,))):
-                thread = threading.Thread(target=read, args=given, name=f"tensors from worker {peer}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-        return self._readers[peer]
-
-    def _read_headers(self, peer: int, expected: _Expected, tensors: _Tensors) -> None:
-        awaited: deque[_UnderWay] = deque()
-        is_open = True
-        try:
-            while is_open or awaited:
-                while is_open and len(awaited) < AHEAD and not (awaited and expected.empty()):
-                    if (label := expected.get()) is None:
-                        is_open = False
-                    else:
-                        first = self._buffers.take(FIRST)
-                        awaited.append((label, first, self._start_receive(first, peer, label, HEADER)))
-                if awaited:
-                    self._on_header(peer, tensors, *awaited.popleft())
-        except Exception as error:  # raised in receive(): here nobody would hear of it
-            self._fail(error)
-        finally:
-            tensors.put(None)
-
-    def _on_header(self, peer: int, tensors: _Tensors, label: Label, first: Tensor, work: dist.Work) -> None:
-        _wait(label, work)
+    def _fetch(self, label: Label, peer: int, tag: int) -> Tensor:
+        first = self._buffers.take(FIRST)
+        self._receive_into(first, label, peer, tag)
         header = unpack(to_bytes(first[:HEADER_BYTES]), label)
         if header.nbytes <= SMALL_BYTES:
-            found = first[HEADER_BYTES : HEADER_BYTES + header.nbytes].view(header.dtype).view(header.shape)
-            self._give(label, found)
-        else:
-            tensor = self._buffers.take(header)
-            tensors.put((label, tensor, self._start_receive(raw(tensor), peer, label, TENSOR)))
+            return first[HEADER_BYTES : HEADER_BYTES + header.nbytes].view(header.dtype).view(header.shape)
+        tensor = self._buffers.take(header)
+        self._receive_into(raw(tensor), label, peer, tag + 1)
+        return tensor
 
-    def _read_tensors(self, tensors: _Tensors) -> None:
-        try:
-            while (coming := tensors.get()) is not None:
-                label, tensor, work = coming
-                _wait(label, work)
-                self._give(label, tensor)
-                del coming, tensor, work  # else its memory would be in use until the next one comes
-        except Exception as error:
-            self._fail(error)
-
-    def _give(self, label: Label, tensor: Tensor) -> None:
-        with self._changed:
-            self._here[label] = tensor
-            self._changed.notify_all()
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+    def _receive_into(self, memory: Tensor, label: Label, peer: int, tag: int) -> None:
+        with _told(label, label.source, "did not come"):
+            work = dist.irecv(memory, group=self._group, group_src=peer, tag=tag)
+            assert work is not None
+            work.wait()
 
     def _start_send(self, part: Tensor, peer: int, label: Label, tag: int) -> None:
-        try:
+        with _told(label, label.target, "could not be sent"):
             work = dist.isend(part, group=self._group, group_dst=peer, tag=tag)
-        except RuntimeError as error:
-            raise _lost(label, label.target, "could not be sent", error) from error
         assert work is not None
         self._sent.append((label, part, work))
 
-    def _start_receive(self, tensor: Tensor, peer: int, label: Label, tag: int) -> dist.Work:
-        try:
-            work = dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
-        except RuntimeError as error:
-            raise _lost(label, label.source, "did not come", error) from error
-        assert work is not None
-        return work
+
+def _next_tag(counts: Counter[int], peer: int) -> int:
+    """The tag of the next tensor's header; its own, if it follows by itself, is the one after that."""
+    counts[peer] += 1
+    return 2 * (counts[peer] % MOST_TAGS)
 
 
-def _wait(label: Label, work: dist.Work) -> None:
+@contextmanager
+def _told(label: Label, stage: int, what: str) -> Iterator[None]:
+    """Say which tensor of which stage a backend's error is about."""
     try:
-        work.wait()
+        yield
     except RuntimeError as error:
-        raise _lost(label, label.source, "did not come", error) from error
-
-
-def _lost(label: Label, stage: int, what: str, error: Exception) -> WorkerLost:
-    reason = str(error).strip().splitlines()[0]
-    return WorkerLost(f"Stage {stage} stopped answering: the {label} {what} ({reason}).")
+        reason = str(error).strip().splitlines()[0]
+        raise WorkerLost(f"Stage {stage} stopped answering: the {label} {what} ({reason}).") from error

@@ -7,7 +7,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,6 +127,35 @@ class Pass:
             self._enter()
         self._crossing, self._done, self._picked = crossing, 0, []
         return self._hand_on(crossing, output)
+
+    def run_layer(
+        self,
+        place: int,
+        takes: Form | None,
+        crossing: Crossing,
+        layer: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One of the stage's own layers runs. `takes`: the form of its arguments that are received."""
+        if not self.is_running:
+            check_not_again(crossing.layer)
+            return layer(*args, **kwargs)
+        self.check_arrival()
+        if takes is None and not self.has_entered:
+            raise ConfigError(_LEFT_OUT)
+        if takes is not None:
+            args, kwargs = with_arguments(args, kwargs, fill(takes, self.take()))
+        self.sow(place)
+        with self.listener.closed():
+            output = checkpointed(layer, args, kwargs)
+        return self.cross(crossing, output)
+
+    def run_part(self, name: str, part: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A module around the chain runs, which counts as one operation of the model's forward."""
+        with self.listener.closed():
+            output = part(*args, **kwargs)
+        return self.on_operation(name, (args, kwargs), output) if self.is_running else output
 
     def on_operation(self, name: str, inputs: Inputs, output: Any) -> Any:
         """Hand on the output if this operation, of the model's own forward or a module around its layers, belongs to
@@ -256,49 +284,11 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
     return generators
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerSlot:
-    """The place of one of the stage's own layers."""
-
-    now: Pass
-    place: int
-    takes: Form | None
-    """Form of its arguments that are received."""
-    crossing: Crossing
-
-    def run(self, layer: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.now.is_running:
-            check_not_again(self.crossing.layer)
-            return layer(*args, **kwargs)
-        self.now.check_arrival()
-        if self.takes is None and not self.now.has_entered:
-            raise ConfigError(_LEFT_OUT)
-        if self.takes is not None:
-            args, kwargs = with_arguments(args, kwargs, fill(self.takes, self.now.take()))
-        self.now.sow(self.place)
-        with self.now.listener.closed():
-            output = checkpointed(layer, args, kwargs)
-        return self.now.cross(self.crossing, output)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OuterModuleSlot:
-    """The place of a module around the chain, which counts as one operation of the model's forward."""
-
-    now: Pass
-    name: str
-
-    def run(self, part: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.now.listener.closed():
-            output = part(*args, **kwargs)
-        return self.now.on_operation(self.name, (args, kwargs), output) if self.now.is_running else output
-
-
 def seated(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of a layer, called through its seat: outside of hooks, of compile() and of another forward."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return self._seat.run(functools.partial(kind.__call__, self), args, kwargs)
+        return self._seat(functools.partial(kind.__call__, self), args, kwargs)
 
     return _variant("seated", kind, {"__call__": __call__})
 
@@ -361,15 +351,18 @@ def _variant(what: str, kind: type[nn.Module], methods: dict[str, Any]) -> type[
 
 
 class StandIn(nn.Module):
-    """Stands in for a module that this stage does not have: without its parameters, but with its attributes."""
+    """Stands in for a module that this stage does not have: without its parameters, but with its attributes. Gives
+    zeros of the shapes that the module would give."""
 
     stands_in = True
 
-    def __init__(self, original: nn.Module, now: Pass) -> None:
+    def __init__(self, original: nn.Module, now: Pass, name: str) -> None:
         super().__init__()
         # Not registered as a module: its parameters have no memory and are nobody's.
         object.__setattr__(self, "_skeleton", skeleton(original))
-        self._now = now
+        self._now, self._name = now, name
+        self._known: dict[Any, Any] = {}
+        """What it gives for inputs of some shapes, as tensors without memory."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -381,15 +374,6 @@ class StandIn(nn.Module):
         if not self._now.is_running:
             raise ConfigError("A stage's model is a part of the model, and only stage.run() can run it.")
 
-
-class Outlined(StandIn):
-    """Gives zeros of the shapes that the module would give."""
-
-    def __init__(self, original: nn.Module, now: Pass) -> None:
-        super().__init__(original, now)
-        self._known: dict[Any, Any] = {}
-        """What it gives for inputs of some shapes, as tensors without memory."""
-
     def _zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in((args, kwargs))
         device = tensors[0].device if tensors else self._now.device
@@ -397,20 +381,17 @@ class Outlined(StandIn):
         if not kwargs and len(tensors) == len(args):
             key = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if key is None or key not in self._known:
-            output = self._outline(args, kwargs)
+            bare_args, bare_kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+            with torch.no_grad():
+                output = self.__dict__["_skeleton"](*bare_args, **bare_kwargs)
             if key is None or len(self._known) >= 64:
                 self._known.clear()
             self._known[key] = output
         known = self._known[key]
         return map_tensors(lambda one: torch.zeros(one.shape, dtype=one.dtype, device=device), known)
 
-    def _outline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bare_args, bare_kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
-        with torch.no_grad():
-            return self.__dict__["_skeleton"](*bare_args, **bare_kwargs)
 
-
-class AbsentLayer(Outlined):
+class AbsentLayer(StandIn):
     """Stands in for a link of the chain."""
 
     def __init__(
@@ -424,8 +405,7 @@ class AbsentLayer(Outlined):
         leaves: Form | None,
     ) -> None:
         """`crossing`: where what was received comes in. `leaves`: it is the first to be met after our own part."""
-        super().__init__(original, now)
-        self._name = name
+        super().__init__(original, now, name)
         self._output, self._crossing, self._leaves = output, crossing, leaves
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -451,12 +431,8 @@ class AbsentLayer(Outlined):
         return fill(self._output or {"value": None}, tensors_in((args, kwargs)))
 
 
-class AbsentPart(Outlined):
+class AbsentPart(StandIn):
     """Stands in for a module around the chain: gives zeros, which are thrown away at the door."""
-
-    def __init__(self, original: nn.Module, now: Pass, name: str) -> None:
-        super().__init__(original, now)
-        self._name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_run()

@@ -21,8 +21,8 @@ from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import FlatRun, Span, first_names, group_names
 from potluck.sharding.sharded import Sharded, Writer
 from potluck.stages.chain import BufferSlot, seats_of_buffers
-from potluck.stages.channel import Channel, Label
 from potluck.stages.cut import CutStage, cut, give_up_foreign
+from potluck.stages.pipeline import Channel, Label
 from potluck.stages.plan import Plan
 
 
@@ -62,8 +62,9 @@ def state_held_by(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def keep_params_of(optimizer: Optimizer, own: nn.Module) -> None:
-    """Removes from the optimizer the parameters that this worker does not have."""
+def let_go(model: nn.Module, optimizer: Optimizer, own: nn.Module) -> None:
+    """Removes from the optimizer the parameters that this worker does not have, and frees their memory, even if the
+    caller still holds the whole model."""
     kept = {id(parameter) for parameter in own.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -71,10 +72,6 @@ def keep_params_of(optimizer: Optimizer, own: nn.Module) -> None:
                 optimizer.state.pop(parameter, None)
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
 
-
-def free_params_outside(model: nn.Module, own: nn.Module) -> None:
-    """Frees the memory of what other workers have, even if the caller still holds the whole model."""
-    kept = {id(parameter) for parameter in own.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in kept:
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
@@ -96,8 +93,7 @@ class CutModel:
         uncut = describe_uncut(model, optimizer)
         stages = [cut(model, plan, number) for number in range(places.place, len(plan.stages), places.workers)]
         own = stages[0].model if len(stages) == 1 else StageModules([stage.model for stage in stages])
-        keep_params_of(optimizer, own)
-        free_params_outside(model, own)
+        let_go(model, optimizer, own)
         give_up_foreign(stages)
         return CutModel(plan, stages, own, uncut)
 

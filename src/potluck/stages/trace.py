@@ -9,7 +9,7 @@ parameters alone, by no layer, need not travel: every stage that uses it compute
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -125,13 +125,13 @@ class ModelTrace:
         # The forward of the model itself is where counting begins: a loss function may do more before it, or less.
         handles = [self._model.register_forward_pre_hook(self._open)]
         for place, link in enumerate(self._chain.modules.values(), start=1):
-            handles.append(link.register_forward_pre_hook(self._begin(place), with_kwargs=True, prepend=True))
+            handles.append(link.register_forward_pre_hook(partial(self._begin, place), with_kwargs=True, prepend=True))
             handles.append(link.register_forward_hook(self._finish))
         parts = {id(part): (name, part) for name, part in reversed(self._chain.parts.items())}
         for name, part in parts.values():
             if isinstance(part, nn.Module):
-                handles.append(part.register_forward_pre_hook(self._meet(name), prepend=True))
-                handles.append(part.register_forward_hook(self._part(name)))
+                handles.append(part.register_forward_pre_hook(partial(self._meet, name), prepend=True))
+                handles.append(part.register_forward_hook(partial(self._part, name)))
         try:
             yield
         finally:
@@ -142,35 +142,32 @@ class ModelTrace:
         self._is_open = True
         self._calls += 1
 
-    def _begin(self, place: int) -> Callable[..., None]:
-        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            name = self.links[place - 1]
-            if self._calls > 1:
-                raise ConfigError(
-                    "The loss function runs the model twice, and cut into stages a model runs once for each batch. Run"
-                    " it once on the rows of both, as in a, b = model(torch.cat([x, y])).chunk(2); where they are of"
-                    " different shapes, let one forward of the model take both."
-                )
-            if place != self.done + 1 or self._is_inside:
-                check_not_for_gradient()
-                raise ConfigError(
-                    f"Layer {name} runs out of turn: the layers of a model that is cut into stages run once each, in"
-                    " the order in which the model has them. To use one several times, let the list have it as often,"
-                    " as in nn.ModuleList([a, b, a]), and run all that the list has; or make one layer of those that"
-                    " are run again."
-                )
-            check_not_reentrant(name)
-            self._touch((args, kwargs))
-            self._is_inside = True
-            if place == 1:
-                given = arguments(args, kwargs)
-                coming = {key: one for key, one in given.items() if any(t.requires_grad for t in tensors_in(one))}
-                self.opened = self._behind(tensors_in(coming))
-                self.opening = describe(coming, f"What {name} gets")
-            self._versions = [buffer._version for buffer in module.buffers()]
-            self.sow(place)
-
-        return begin
+    def _begin(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = self.links[place - 1]
+        if self._calls > 1:
+            raise ConfigError(
+                "The loss function runs the model twice, and cut into stages a model runs once for each batch. Run"
+                " it once on the rows of both, as in a, b = model(torch.cat([x, y])).chunk(2); where they are of"
+                " different shapes, let one forward of the model take both."
+            )
+        if place != self.done + 1 or self._is_inside:
+            check_not_for_gradient()
+            raise ConfigError(
+                f"Layer {name} runs out of turn: the layers of a model that is cut into stages run once each, in"
+                " the order in which the model has them. To use one several times, let the list have it as often,"
+                " as in nn.ModuleList([a, b, a]), and run all that the list has; or make one layer of those that"
+                " are run again."
+            )
+        check_not_reentrant(name)
+        self._touch((args, kwargs))
+        self._is_inside = True
+        if place == 1:
+            given = arguments(args, kwargs)
+            coming = {key: one for key, one in given.items() if any(t.requires_grad for t in tensors_in(one))}
+            self.opened = self._behind(tensors_in(coming))
+            self.opening = describe(coming, f"What {name} gets")
+        self._versions = [buffer._version for buffer in module.buffers()]
+        self.sow(place)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.layers.append(len(self.events))
@@ -182,28 +179,22 @@ class ModelTrace:
         self.sow(self.done + 1 if is_last else len(self.links) + 1 + self.done)
         return output
 
-    def _meet(self, name: str) -> Callable[..., None]:
-        def meet(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._is_inside:
-                raise ConfigError(
-                    f"{name} runs within layer {self.links[self.done]}, and is not a part of it. Cut into stages, a"
-                    " layer has its parameters in itself."
-                )
-            self.met.append((len(self.events), name))
-            self._touch((args, list(module.buffers())))
-            self._is_inside = True
+    def _meet(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._is_inside:
+            raise ConfigError(
+                f"{name} runs within layer {self.links[self.done]}, and is not a part of it. Cut into stages, a"
+                " layer has its parameters in itself."
+            )
+        self.met.append((len(self.events), name))
+        self._touch((args, list(module.buffers())))
+        self._is_inside = True
 
-        return meet
-
-    def _part(self, name: str) -> Callable[..., Any]:
-        def finish(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            self._touch(())
-            if self._is_open and has_form(output):
-                output = self._record(name, output)
-            self._is_inside = False  # not before: marking is no operation of the model's
-            return output
-
-        return finish
+    def _part(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self._touch(())
+        if self._is_open and has_form(output):
+            output = self._record(name, output)
+        self._is_inside = False  # not before: marking is no operation of the model's
+        return output
 
     def _on_operation(self, name: str, inputs: Inputs, output: Any) -> Any:
         if self._is_inside:
@@ -230,7 +221,8 @@ class ModelTrace:
             # A view must stay one, and one without a graph has no node; but a layer's is used by what follows.
             if not one.is_floating_point() or not (is_layer or (one.requires_grad and not one._is_view())):
                 return one
-            marked: Tensor = _Marked.apply(one if one.requires_grad else one.detach().requires_grad_())  # type: ignore[no-untyped-call]
+            # A copy has a node of its own in the graph; a loss function may take gradients through it.
+            marked = (one if one.requires_grad else one.detach().requires_grad_()).clone()
             self._marks[marked.grad_fn] = (number, index)
             return marked
 
@@ -277,18 +269,6 @@ def _run(loss_of: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any)
     except ConfigError as error:
         close_checkpoints(error)
         raise
-
-
-class _Marked(torch.autograd.Function):
-    """Clones a tensor, so that its node in the graph is known. A loss function may take gradients through it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,15 +35,15 @@ class StoreSession:
     def __init__(self, store: Store, place: str, who: str, *, in_flight: int = IN_FLIGHT) -> None:
         self.store = store
         self.claim = Claim(store, place, who)
-        self._puts = Background(in_flight, "potluck-put")
-        self._gets = Background(_MOST_GETS, "potluck-get")
-        self._clears = Background(1, "potluck-clear")
         self._failed: Future[Any] = Future()
         """Holds the first error; every wait waits for this too."""
+        self._puts = Background(in_flight, "potluck-put", self._failed)
+        self._gets = Background(_MOST_GETS, "potluck-get")
+        self._clears = Background(1, "potluck-clear", self._failed)
         self.start_clear(store.clear_older)
 
     def start_put(self, work: Callable[[], T]) -> "Future[T]":
-        return self._watched(self._puts.start(work))
+        return self._puts.start(work)
 
     def start_get(self, work: Callable[[], T]) -> "Future[T]":
         """Begin to get an object. An error is raised where the result is waited for."""
@@ -51,7 +51,7 @@ class StoreSession:
 
     def start_clear(self, work: Callable[[], None]) -> None:
         """One after another."""
-        self._watched(self._clears.start(work))
+        self._clears.start(work)
 
     def wait(self, done: "Future[T]", lost: Callable[[], str], look: Callable[[], None] | None = None) -> T:
         """Wait for a result and return it. WorkerLost, with that sentence, once our patience is at its end. Meanwhile
@@ -77,8 +77,7 @@ class StoreSession:
             raise type(error)(*error.args) if isinstance(error, PotluckError) else error
 
     def fail(self, error: BaseException) -> None:
-        with suppress(InvalidStateError):  # another was first
-            self._failed.set_exception(error)
+        fail_first(self._failed, error)
 
     def finish_clears(self) -> None:
         self._clears.close()
@@ -89,14 +88,11 @@ class StoreSession:
         for background in (self._puts, self._gets, self._clears):
             background.close()
 
-    def _watched(self, done: "Future[T]") -> "Future[T]":
-        done.add_done_callback(self._note_failure)
-        return done
 
-    def _note_failure(self, done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            self.fail(error)
+def fail_first(failed: Future[Any], error: BaseException) -> None:
+    """Note an error, if none was noted before."""
+    with suppress(InvalidStateError):
+        failed.set_exception(error)
 
 
 class Background:
@@ -106,8 +102,9 @@ class Background:
     end of a program that forgot to close its channel.
     """
 
-    def __init__(self, count: int, name: str) -> None:
-        self._count, self._name = count, name
+    def __init__(self, count: int, name: str, failed: Future[Any] | None = None) -> None:
+        """`failed`: gets the first error, beside whoever waits for the work that ended with it."""
+        self._count, self._name, self._failed = count, name, failed
         self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._busy = 0
@@ -124,14 +121,15 @@ class Background:
         self._work.put((done, work))
         return done
 
-    def close(self) -> None:
-        """Waits until all that was started is done."""
+    def close(self, limit_s: float | None = None) -> None:
+        """Waits until all that was started is done; or for no longer than that."""
         with self._lock:
             threads, self._threads = self._threads, []
         for _ in threads:
             self._work.put(None)
+        until_s = None if limit_s is None else time.monotonic() + limit_s
         for thread in threads:
-            thread.join()
+            thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
 
     def _serve(self) -> None:
         while (taken := self._work.get()) is not None:
@@ -140,6 +138,8 @@ class Background:
                 done.set_result(work())
             except BaseException as error:  # raised where the result is waited for: here it would end the thread alone
                 done.set_exception(error)
+                if self._failed is not None:
+                    fail_first(self._failed, error)
             del taken, done, work  # otherwise a thread without work would hold the last tensor
             with self._lock:
                 self._busy -= 1

@@ -136,10 +136,6 @@ class Store:
             if generation < self.generation:
                 self._clear(f"{self.run}/g{generation:06d}")
 
-    def clear(self) -> None:
-        """Everything of this run. For one that knows that it has ended."""
-        self._clear(self.run)
-
     def check_generation(self) -> None:
         newest = max(self._generations(), default=0)
         if newest > self.generation:

@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -52,11 +51,7 @@ class TrackedRun:
 
     def id_to_use(self) -> str:
         """Return this run's id, which stays after every restart."""
-        return self.kept_id() or self.keep_id(self.new_id())
-
-    @staticmethod
-    def new_id() -> str:
-        return uuid.uuid4().hex[:12]
+        return self.kept_id() or self.keep_id(uuid.uuid4().hex[:12])
 
     @property
     def _place(self) -> Path:
@@ -105,11 +100,6 @@ def _is_installed(library: str) -> bool:
     except ImportError:
         return False
     return spec is not None and spec.origin is not None
-
-
-def make_tracker(name: str) -> Tracker:
-    """Imports it, which may take seconds."""
-    return import_module(f"potluck.trackers.{name}").make()  # type: ignore[no-any-return]
 
 
 def from_environment(variable: str) -> str:

@@ -14,11 +14,12 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
 from potluck.events import read_records
-from potluck.trackers.known import Ended, TrackedRun, check_trackers, make_tracker
+from potluck.trackers.known import Ended, TrackedRun, Tracker, check_trackers
 from potluck.trackers.scalars import Scalars, flat
 
 TAKEN = "."
@@ -33,7 +34,7 @@ PIECE_BYTES = 1 << 20
 class _Feeding:
     def __init__(self, name: str, folder: Path, out: IO[str]) -> None:
         self.name, self._folder, self._out = name, folder, out
-        self._tracker = make_tracker(name)
+        self._tracker: Tracker = import_module(f"potluck.trackers.{name}").make()  # which may take seconds
         self._scalars = Scalars()
         self._has_started = False
         self._early: deque[dict[str, Any]] = deque(maxlen=256)

@@ -1,5 +1,7 @@
 """trackio: TRACKIO_PROJECT, TRACKIO_DIR and TRACKIO_SPACE_ID are its own. A resumed run has the same name."""
 
+import uuid
+
 import trackio
 
 from potluck.trackers.known import Ended, TrackedRun, from_environment
@@ -8,7 +10,7 @@ from potluck.trackers.known import Ended, TrackedRun, from_environment
 class _Trackio:
     def start(self, run: TrackedRun) -> str:
         project = from_environment("TRACKIO_PROJECT")
-        name = run.kept_id() or run.keep_id(f"{run.name}-{run.new_id()[:4]}")  # runs are told apart by their names
+        name = run.kept_id() or run.keep_id(f"{run.name}-{uuid.uuid4().hex[:4]}")  # runs are told apart by their names
         self._run = trackio.init(
             project=project,
             name=name,

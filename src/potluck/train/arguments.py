@@ -5,11 +5,11 @@ Imports no torch, so that a command answers at once and the workers load it side
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tomli_w
 
@@ -17,8 +17,6 @@ from potluck.config import from_dict, parse_toml
 from potluck.environment import PATIENCE_S, check_patience
 from potluck.errors import ConfigError
 from potluck.files import write_whole
-from potluck.trackers.known import check_trackers
-from potluck.train.slowdown import Slowdown
 from potluck.words import check_at_least, check_at_most
 
 
@@ -49,25 +47,16 @@ class TrainArgs:
     out: str | None = None
     """The run folder; none: runs/NAME, numbered if there is one."""
     resume: bool = False
-    slowdown: Slowdown | None = None
-    """Makes one worker slower than the others. Only the demo asks for it."""
+    slow_worker: int | None = None
+    """The worker that is made slower than the others. Only the demo asks for it."""
     summary: Literal["whole", "paragraph", "none"] = "whole"
     """How much is said when the run has ended: everything, or only what the model wrote, or nothing."""
 
 
-def track_setting(names: Sequence[str]) -> tuple[str, ...]:
-    """Convert --track to a setting."""
-    return (f"fit.track={json.dumps(check_trackers(names))}",) if names else ()
-
-
-def data_setting(paths: Sequence[str]) -> tuple[str, ...]:
-    """Convert --data to a setting."""
-    return (f"data.paths={json.dumps(paths, ensure_ascii=False)}",) if paths else ()
-
-
-def base_setting(model: str | None) -> tuple[str, ...]:
-    """Convert --base to a setting."""
-    return (f"model.hf={json.dumps(model, ensure_ascii=False)}",) if model else ()
+def as_settings(given: Mapping[str, str | int | Sequence[str] | None]) -> tuple[str, ...]:
+    """Convert options to settings, by their names; those that were not given, to none."""
+    values = {name: json.dumps(value, ensure_ascii=False) for name, value in given.items() if value or value == 0}
+    return tuple(f"{name}={value}" for name, value in values.items())
 
 
 def find_recipe(name: str) -> tuple[str, str]:
@@ -92,7 +81,11 @@ def built_in_recipes() -> dict[str, Path]:
 def workers_of(args: TrainArgs) -> WorkersConfig:
     """How many workers it takes. Everything else in the recipe is checked by the workers."""
     text, source = find_recipe(args.recipe)
-    table = parse_toml(text, source=source, overrides=args.settings).get("workers", {})
+    return workers_in(parse_toml(text, source=source, overrides=args.settings))
+
+
+def workers_in(recipe: Mapping[str, Any]) -> WorkersConfig:
+    table = recipe.get("workers", {})
     if not isinstance(table, dict):
         raise ConfigError(f"workers is a table of settings, such as workers.count=2, not {table!r}.")
     return from_dict(WorkersConfig, table, "workers")

@@ -14,7 +14,7 @@ from potluck.errors import ConfigError
 from potluck.files import publish
 from potluck.save.export import export
 from potluck.train.model import ModelConfig
-from potluck.train.word_pieces import TOKENIZER
+from potluck.train.text import TOKENIZER
 
 EPSILON = 2.0**-23
 """Epsilon of nn.RMSNorm, where none is given: that of float32."""
@@ -49,7 +49,9 @@ def export_hf(source: Path, out: Path, *, ema: bool = False) -> int:
         aside.mkdir()
         weights = aside / "model.safetensors"
         export(source, weights, ema=ema, rename=_renamed, shown=out)
-        own = _read(tokenizer) or byte_tokenizer(config.vocab)
+        own = byte_tokenizer(config.vocab)
+        if tokenizer is not None:
+            own = json.loads(tokenizer.read_text(encoding="utf-8"))
         end = own["added_tokens"][END]["content"]
         files = {"config.json": hf_config(config), "tokenizer.json": own}
         files["tokenizer_config.json"] = {
@@ -82,10 +84,6 @@ def _find(source: Path, name: str) -> Path | None:
     """Find a file in a run's folder, which is two above that of a checkpoint."""
     places = [source, *source.absolute().parents[:2]]
     return next((place / name for place in places if (place / name).is_file()), None)
-
-
-def _read(file: Path | None) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
 
 
 def _renamed(name: str) -> str:

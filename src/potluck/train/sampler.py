@@ -15,7 +15,8 @@ from potluck import Engine
 from potluck.environment import PAGE_POINTER
 from potluck.events import Event, Sampled, Validated
 from potluck.train.model import GPT
-from potluck.train.word_pieces import WordPieces
+from potluck.train.text import WordPieces, text_of
+from potluck.words import printable
 
 EVERY_S = 60.0
 """Seconds between two samples, at least: the others may wait for the worker that writes."""
@@ -45,7 +46,7 @@ class Sampler:
         devices = [self._engine.device] if self._engine.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             prompt, text = self._write()
-        prompt, text = (_printable(told)[:MOST_SHOWN] for told in (prompt, text))
+        prompt, text = (printable(told)[:MOST_SHOWN] for told in (prompt, text))
         self._engine.events.emit(Sampled(step=event.step, prompt=prompt, text=text))
 
 
@@ -62,11 +63,6 @@ def writing(model: GPT, validation: Any, pieces: WordPieces | None) -> Write | N
     if not len(validation):
         return None
 
-    def decode(tokens: list[int]) -> str:
-        if pieces is not None:
-            return pieces.decode(tokens)
-        return bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
-
     def write() -> tuple[str, str]:
         start = torch.as_tensor(validation[0]).long()[:BEGINNING]
         tokens, began = start.to(next(model.parameters()).device), time.monotonic()
@@ -74,10 +70,6 @@ def writing(model: GPT, validation: Any, pieces: WordPieces | None) -> Write | N
             tokens = model.write(tokens, AT_ONCE, temperature=0.8, seed=turn)
             if time.monotonic() - began > MOST_S:
                 break
-        return decode(start.tolist()), decode(tokens[len(start) :].tolist())
+        return text_of(start.tolist(), pieces), text_of(tokens[len(start) :].tolist(), pieces)
 
     return write
-
-
-def _printable(text: str) -> str:
-    return "".join(letter for letter in text if letter.isprintable() or letter == "\n")

@@ -13,9 +13,9 @@ from potluck.save.export import write_plain
 from potluck.show.picture import draw_losses
 from potluck.train.arguments import TrainArgs
 from potluck.train.model import GPT
+from potluck.train.text import pieces_of, text_of
 from potluck.train.trainer import Summary
-from potluck.train.word_pieces import pieces_of
-from potluck.words import count, duration, plural
+from potluck.words import count, duration, plural, printable
 
 PROMPT = "    def __init__(self, "
 LENGTH = 320
@@ -26,7 +26,9 @@ def show_summary(summary: Summary, model: GPT, args: TrainArgs, *, epochs: int, 
     console = Console(highlight=False, soft_wrap=True)
     exported = _export(summary)
     if is_split:
-        model = _whole(model, exported)
+        model = GPT(model.config)
+        if exported is not None and exported.is_file():
+            model.load_state_dict(load_file(exported))
     if args.summary == "paragraph":
         console.print()
         show_paragraph(console, model, summary.folder)
@@ -69,11 +71,7 @@ def write_paragraph(model: GPT, folder: Path) -> str:
     start = pieces.encode(PROMPT.encode()) if pieces is not None else torch.tensor(list(PROMPT.encode()))
     length = LENGTH // 3 if pieces is not None else LENGTH  # a token is about that many letters
     tokens = model.write(start.long().to(device), length, temperature=0.8).tolist()
-    if pieces is not None:
-        written = pieces.decode(tokens)
-    else:
-        written = bytes(min(token, 255) for token in tokens).decode("utf-8", errors="replace")
-    return "".join(character for character in written if character.isprintable() or character == "\n")
+    return printable(text_of(tokens, pieces))
 
 
 def _export(summary: Summary) -> Path | None:
@@ -87,13 +85,6 @@ def _export(summary: Summary) -> Path | None:
     except (OSError, CheckpointError):  # no room for a copy: the weights are in the checkpoint all the same
         return summary.checkpoint
     return out
-
-
-def _whole(model: GPT, exported: Path | None) -> GPT:
-    copy = GPT(model.config)
-    if exported is not None and exported.is_file():
-        copy.load_state_dict(load_file(exported))
-    return copy
 
 
 def _next(folder: Path, args: TrainArgs, epochs: int) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from potluck.errors import OurProtocolError, TheirProtocolError
-from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, Kind, LookOn, Message, later_fields, layout
+from potluck.wire.messages import LATER, MESSAGES, PUBLISHED, Hello, Kind, LookOn, Message, layout
 
 _FIXED = {Kind.U8: struct.Struct("<B"), Kind.U32: struct.Struct("<I"), Kind.U64: struct.Struct("<Q")}
 _F64 = struct.Struct("<d")
@@ -89,7 +89,7 @@ def encode_parts(message: Message, codec: str = "bincode") -> list[bytes | memor
     if number >= len(chosen.messages):
         raise OurProtocolError(f"{type(message).__name__} does not travel as {codec}.")
     parts: list[bytes | memoryview] = [chosen.tag.pack(number + chosen.first_tag)]
-    sent, later = list(chosen.fields(type(message))), later_fields(type(message))
+    sent, later = list(chosen.fields(type(message))), LATER[type(message)]
     while sent and later and getattr(message, sent[-1][0]) == later.get(sent[-1][0], ...):
         sent.pop()
     for name, kind in sent:
@@ -108,7 +108,7 @@ def decode(payload: bytes | bytearray | memoryview, codec: str = "bincode") -> M
     chosen = CODECS[codec]
     reader = _Reader(memoryview(payload).cast("B"))
     kind_of_message = _read_tag(chosen, reader)
-    later = later_fields(kind_of_message)
+    later = LATER[kind_of_message]
     values = {
         name: later[name]
         if name in later and not reader.left

@@ -6,7 +6,7 @@ A field's annotation says how it travels, and codecs know nothing else. Floats a
 import struct
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from typing import Annotated, Any, dataclass_transform, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, dataclass_transform, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -44,11 +44,28 @@ class Kind(Enum):
     __hash__ = object.__hash__  # Enum's own is a function of Python, and tables are asked for each field of a message
 
 
+NAME, SENTENCE = 100, 1000
+"""The most letters of each that people see."""
+MOST_NAME = 255
+
+
+class Letters(NamedTuple):
+    """Bounds of a text."""
+
+    most: int
+    """A host refuses a longer one before anything of it is kept."""
+    shown: int = 0
+    """Letters that people see, of a text that is for people; 0: programs read it."""
+
+
 U8 = Annotated[int, Kind.U8]
 U32 = Annotated[int, Kind.U32]
 U64 = Annotated[int, Kind.U64]
 F32 = Annotated[np.float32, Kind.F32]
 String = Annotated[str, Kind.STRING]
+Name = Annotated[str, Kind.STRING, Letters(MOST_NAME, shown=NAME)]
+Hash = Annotated[str, Kind.STRING, Letters(MOST_NAME)]
+Sentence = Annotated[str, Kind.STRING, Letters(4096, shown=SENTENCE)]
 F32s = Annotated[npt.NDArray[np.float32], Kind.F32S]
 U32s = Annotated[npt.NDArray[np.uint32], Kind.U32S]
 F64 = Annotated[float, Kind.F64]
@@ -79,22 +96,12 @@ def later(default: Any) -> Any:
     return field(default=default, metadata={"later": True})
 
 
-def later_fields(message: type[Message]) -> dict[str, Any]:
-    """The fields of a message that may be left out at its end, each with its default."""
-    if message not in _LATER:
-        _LATER[message] = {each.name: each.default for each in fields(message) if each.metadata.get("later")}
-    return _LATER[message]
-
-
-_LATER: dict[type[Message], dict[str, Any]] = {}
-
-
 class JoinRequest(Message):
     """worker -> coordinator"""
 
-    node_id: String
+    node_id: Name
     gpu_count: U32
-    backend: String
+    backend: Name
 
 
 class JoinAccepted(Message):
@@ -134,7 +141,7 @@ class AveragedGradient(Message):
 class Heartbeat(Message):
     """both ways"""
 
-    node_id: String
+    node_id: Annotated[str, Kind.STRING, Letters(4096)]
     timestamp_ms: U64
 
 
@@ -189,8 +196,8 @@ class Hello(Message):
 
     protocol: U32
     secret: String
-    name: String
-    kind: String
+    name: Name
+    kind: Annotated[str, Kind.STRING, Letters(MOST_NAME, shown=SENTENCE)]
     """Workers of one kind compute the same bits: device, processor, torch and threads."""
 
 
@@ -207,7 +214,7 @@ class Refusal(Message):
     """coordinator -> worker, the last before the connection closes: why, as a sentence."""
 
     code: U32
-    sentence: String
+    sentence: Sentence
 
 
 class Ready(Message):
@@ -215,7 +222,7 @@ class Ready(Message):
 
     description: String
     step: U64
-    digest: String
+    digest: Hash
     holds: U8
     """0: weights of my own making; 1: weights of this run; 2: those, and see STEPPED."""
 
@@ -264,7 +271,7 @@ class SliceReport(Message):
     """Whether a gradient had no room in fp16; zeros are sent in its place, and everybody skips the step."""
     stopped: U64 = 0
     """In a window of a worker that leaves: the row before which it has stopped; 0: all rows are done."""
-    figures: String = later("")
+    figures: Annotated[str, Kind.STRING, Letters(4096)] = later("")
     """In a window: what the policy asks for beside all this, as JSON; empty: nothing."""
     skipped: U32 = later(0)
     """In a window: steps of the worker's own that were not finite, and so were skipped."""
@@ -290,10 +297,10 @@ class Applied(Message):
     """worker -> coordinator: my optimizer has stepped, and this is the hash of my parameters."""
 
     step: U64
-    digest: String
+    digest: Hash
     lr: F64
     norm: F64
-    fault: String
+    fault: Sentence
     """Why every worker skipped the step, if it did."""
     divergence: F64 = 0.0
     """How far its own parameters were from those that were agreed on, as a part of their norm."""
@@ -303,7 +310,7 @@ class Leave(Message):
     """worker -> coordinator. `finished` 1: I have done all I was to do; 2: so have all, though rows are left."""
 
     finished: U8
-    reason: String
+    reason: Sentence
 
 
 class EvaluateNext(Message):
@@ -317,7 +324,7 @@ class EvaluateNext(Message):
     """The range that was done; start == end: none yet."""
     loss_sum: F64
     samples: F64
-    names: String = ""
+    names: Annotated[str, Kind.STRING, Letters(1 << 13)] = ""
     """Names of all figures, the loss first, as JSON; empty: there is only the loss."""
     sums: F64s = field(default_factory=lambda: np.zeros(0, "<f8"))
     """Sums of the other figures, in the order of their names."""
@@ -352,8 +359,8 @@ class Saved(Message):
     """coordinator -> worker: it is on the host's disk, or `error` says why not."""
 
     step: U64
-    folder: String
-    error: String
+    folder: Sentence
+    error: Sentence
 
 
 class StateRequest(Message):
@@ -368,7 +375,8 @@ class StateBegin(Message):
 
     transfer: U64
     step: U64
-    header: String
+    header: Annotated[str, Kind.STRING, Letters(1 << 16)]
+    """64 names and sizes are far shorter than a host takes."""
 
 
 class StateChunk(Message):
@@ -455,7 +463,8 @@ class Gathered(Message):
 class BaseFiles(Message):
     """both ways, before Ready: which files has the base model? And name, bytes and SHA-256 of each, as JSON."""
 
-    header: String
+    header: Annotated[str, Kind.STRING, Letters(0)]
+    """A worker only asks."""
 
 
 class BaseWanted(Message):
@@ -478,7 +487,7 @@ class LookOn(Message):
     """watcher -> coordinator, the first of all: let me see the run, in which I take no part."""
 
     protocol: U32
-    secret: String
+    secret: Hash
 
 
 class Watched(Message):
@@ -492,8 +501,8 @@ class Wrote(Message):
     """worker -> coordinator: what the model writes now, for people to read."""
 
     step: U64
-    prompt: String
-    text: String
+    prompt: Annotated[str, Kind.STRING, Letters(1000)]
+    text: Annotated[str, Kind.STRING, Letters(1000)]
 
 
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
@@ -505,13 +514,21 @@ def layout(message: type[Message]) -> tuple[tuple[str, Kind], ...]:
     return _LAYOUTS[message]
 
 
-def _read_layout(message: type[Message]) -> tuple[tuple[str, Kind], ...]:
-    hints = get_type_hints(message, include_extras=True)
-    return tuple((field.name, get_args(hints[field.name])[1]) for field in fields(message))
-
-
 # Read once: annotations are slow to resolve, and a step sends many messages.
-_LAYOUTS = {message: _read_layout(message) for message in MESSAGES}
+_HINTS = {message: get_type_hints(message, include_extras=True) for message in MESSAGES}
+_LAYOUTS = {
+    message: tuple((each.name, get_args(_HINTS[message][each.name])[1]) for each in fields(message))
+    for message in MESSAGES
+}
+LATER: dict[type[Message], dict[str, Any]] = {
+    message: {each.name: each.default for each in fields(message) if each.metadata.get("later")} for message in MESSAGES
+}
+"""The fields of each message that may be left out at its end, each with its default."""
+TEXTS = {
+    message: {name: letters for name, hint in hints.items() for letters in get_args(hint)[2:]}
+    for message, hints in _HINTS.items()
+}
+"""The bounded texts of each message."""
 
 
 def _bits(value: Any) -> object:

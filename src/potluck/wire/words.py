@@ -9,25 +9,17 @@ import unicodedata
 from dataclasses import replace
 from typing import Any
 
-from potluck.wire.messages import Applied, Hello, JoinRequest, Leave, Message, Refusal, Saved
+from potluck.wire.messages import MESSAGES, SENTENCE, TEXTS, Message
 
-NAME, SENTENCE = 100, 1000
-"""The most characters of each."""
-SHOWN: dict[type[Message], dict[str, int]] = {
-    JoinRequest: {"node_id": NAME, "backend": NAME},
-    Hello: {"name": NAME, "kind": SENTENCE},
-    Refusal: {"sentence": SENTENCE},
-    Applied: {"fault": SENTENCE},
-    Leave: {"reason": SENTENCE},
-    Saved: {"folder": SENTENCE, "error": SENTENCE},
+_SHOWN = {
+    message: {name: letters.shown for name, letters in TEXTS[message].items() if letters.shown} for message in MESSAGES
 }
-"""Texts of messages that people see, and how long each may be. Other texts are read by programs."""
 
 
 def heard(message: Message) -> Message:
     """A message as it came, but for the words that people will see."""
-    limits = SHOWN.get(type(message))
-    if limits is None:
+    limits = _SHOWN[type(message)]
+    if not limits:
         return message
     return replace(message, **{name: clean(getattr(message, name), most) for name, most in limits.items()})
 

@@ -12,11 +12,13 @@ class VirtualClock:
         self.now = 100.0
         self.after_each: Callable[[], None] = lambda: None
         """Called after whatever happens."""
+        self.count = 0
+        """How much has happened."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = itertools.count()
+        self._order = itertools.count()
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (max(when, self.now), next(self._count), call))
+        heapq.heappush(self._heap, (max(when, self.now), next(self._order), call))
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         self.at(self.now + seconds, call)
@@ -29,6 +31,7 @@ class VirtualClock:
                 self.now = deadline
                 return False
             self.now, _, call = heapq.heappop(self._heap)
+            self.count += 1
             call()
             self.after_each()
         return True

@@ -35,6 +35,7 @@ class Fleet:
         at_least: int | None = None,
         journal: Path | str = ":memory:",
         plain_peers: bool = False,
+        disk: Disk | None = None,
         **options: Any,
     ) -> None:
         """`workers` are called w0, w1, ..., come at once, and each has the `options`."""
@@ -59,7 +60,7 @@ class Fleet:
         self.lost_at = 0.0
         """When a disk last lost what it had."""
         self.journal = Journal(Path(journal))
-        self.disk = Disk()
+        self.disk = disk or Disk()
         self._at_least = at_least if at_least is not None else max(1, workers)
         self._are_plain_welcome = plain_peers
         self._next_peer = 0

@@ -2,46 +2,68 @@
 
 import functools
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from potluck.fleet import effects
-from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator import Coordinator, feed
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Effect
-from potluck.fleet.exchange import Exchange, Outgoing, PeerConnection
-from potluck.fleet.inputs import feed
+from potluck.fleet.exchange import Exchange, PeerConnection
 from potluck.fleet.journal import Journal
 from potluck.fleet.mean import PayloadMean
+from potluck.fleet.outbox import Outbox
 from potluck.fleet.pipe import Pipe
 from potluck.fleet.reading import PeerReader
-from potluck.wire.messages import SAVE, Message, StateBegin, StateChunk
+from potluck.wire.messages import (
+    SAVE,
+    AveragedBlockGradient,
+    AveragedNonBlockGradient,
+    Message,
+    StateBegin,
+    StateChunk,
+)
 from tests.fleet.virtual.clock import ProcessClock
 from tests.fleet.virtual.disk import Disk
-from tests.fleet.virtual.line import Average, Line, Lost, Payload, packed
+from tests.fleet.virtual.line import Average, Line, Lost, Payload
 from tests.fleet.virtual.toy import CHUNK, PARTS, TICK_S
 
 if TYPE_CHECKING:
     from tests.fleet.virtual.fleet import Fleet
 
 
+class _AtOnce:
+    """In place of an outbox: what is put there leaves at once."""
+
+    def __init__(self, line: Line, exchange: Exchange) -> None:
+        self._line, self._exchange = line, exchange
+
+    def put(self, message: Any, done: Callable[[], None] = lambda: None) -> None:
+        match message:
+            case AveragedBlockGradient():
+                message = self._average(message, ("block", message.block_idx))
+            case AveragedNonBlockGradient():
+                message = self._average(message, ("component", message.component))
+        self._line.send_down(message)
+        done()
+
+    def _average(self, message: Any, key: tuple[str, int]) -> Average:
+        return Average(message.step, self._exchange.layout.parts[key], message.gradients.copy())
+
+    def drop(self) -> None:
+        pass
+
+
 class _Wire(PeerConnection):
-    """A peer that takes part, at the end of a line: what is put in its queue leaves at once."""
+    """A peer that takes part, at the end of a line."""
 
     def __init__(self, line: Line, exchange: Exchange, *, plain: bool, since: int) -> None:
-        super().__init__(cast(Pipe, None), peer=line.peer, plain=plain, since=since)
-        self._line = line
-        self._exchange = exchange
-
-    def put(self, out: Outgoing) -> None:
-        mean = self._exchange.mean
-        if out.part < 0:
-            self._line.send_down(out.message)
-            return
-        assert mean is not None
-        self._line.send_down(Average(out.step, out.part, mean.results[out.part].copy()))
-        self._exchange.release(self, out.part)
+        pipe = cast(Pipe, SimpleNamespace(travelled_bytes=(0, 0, 0), heard_at=line.host.clock.now))
+        super().__init__(pipe, peer=line.peer, plain=plain, since=since)
+        self.out = cast(Outbox, _AtOnce(line, exchange))
 
     def close(self) -> None:
         pass
@@ -111,7 +133,7 @@ class Host:
     # Deciding and doing
 
     def decide(self, name: str, *what: Any) -> None:
-        """Feeds the coordinator an input of inputs.py, and does what it decides."""
+        """Feeds the coordinator one of its INPUTS, and does what it decides."""
         self.act(feed(self.core, self.clock.now, name, *what))
 
     def act(self, found: list[Effect]) -> None:
@@ -196,7 +218,8 @@ class Host:
             if isinstance(item, Payload) and not self._pour(line, item):
                 return
             line.up.popleft()
-            self.decide("heard", line.peer)
+            if line.connection is not None:
+                line.connection.pipe.heard_at = self.clock.now
             if isinstance(item, Lost):
                 self._lost(line, item.why)
             elif isinstance(item, Message) and not line.closing:
@@ -244,9 +267,9 @@ class Host:
             late_s = 0.001 if self.reads_first else 0.0
             self.fleet.clock.at(self.clock.stopped_until + late_s, self._tick)
             return
-        held = [line for line in self.lines.values() if line.connection is not None and line.connection.held]
-        # The bytes of those are not being read, on purpose.
-        self.decide("tick", dict.fromkeys((line.peer for line in held), self.clock.now), self._wait_for())
+        # The bytes of those that are held are not being read, on purpose.
+        now, connections = self.clock.now, self.exchange.connections.values()
+        self.decide("tick", {c.peer: now if c.held else c.pipe.heard_at for c in connections}, self._wait_for())
         self.ran_at = self.fleet.clock.now
         self.fleet.clock.after(TICK_S, self._tick)
 
@@ -274,10 +297,10 @@ class Host:
 
     def _send_checkpoint(self, line: Line, transfer: int) -> None:
         step = self._restored
-        if step not in self.disk.states:  # it was removed meanwhile: the newcomer comes again
+        if step is None or step not in self.disk.states:  # it was removed meanwhile: the newcomer comes again
             self._close(line, "the checkpoint is gone")
             return
-        header, pieces = packed(self.disk.states[step])
+        header, pieces = self.disk.stream(step)
         line.send_down(StateBegin(transfer, step, header))
         for piece in pieces:
             line.send_down(StateChunk(transfer, piece))

@@ -251,5 +251,5 @@ def _hangs(member: WorkerRecord) -> bool:
 def _knows_nothing(worker: Worker, line: Line) -> bool:
     """It waits, nothing is on its way to it or from it, and it has been given nothing that it could do."""
     is_waiting = not (worker.inbox or worker.unread or line.coming_down or line.coming_up or line.up)
-    has_work = worker.member.work is not None or worker.member.has_more
+    has_work = worker.member.work is not None or bool(worker.member._later)
     return is_waiting and line.is_open and not line.closing and not has_work and not worker.clock.is_stopped

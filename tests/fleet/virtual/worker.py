@@ -1,4 +1,4 @@
-"""A worker of a virtual fleet: a real Member with its real driver, and a toy to compute with."""
+"""A worker of a virtual fleet: a real Member, and a toy to compute with."""
 
 import json
 import math
@@ -9,9 +9,9 @@ import numpy as np
 
 from potluck.agree.records import Position
 from potluck.fleet.description import Description
+from potluck.fleet.holder import ConnectionLost, Looked
 from potluck.fleet.ledger import Range
-from potluck.fleet.member import ConnectionLost, MemberPhase, is_together
-from potluck.fleet.member_driver import Looked, MemberDriver
+from potluck.fleet.member import Member, MemberPhase, is_together
 from potluck.fleet.tree import Node
 from potluck.wire.messages import Applied, Committed, Message, SliceReport, Welcome, Work
 from tests.fleet.virtual.client import Client
@@ -68,8 +68,7 @@ class Worker(Client):
         """What its device does to them in each."""
         assert not options, f"unknown options {options}"
         self.may_differ = self.is_windowed or fleet.faults.flips
-        self.driver = MemberDriver(ToyHolder(self))
-        self.member = self.driver.member
+        self.member = Member(ToyHolder(self))
         self.validated: dict[int, float] = {}
         self.gathered: dict[int, list[str]] = {}
         """Of each step, whose values it was given: each is its worker's name and the step."""
@@ -113,12 +112,12 @@ class Worker(Client):
 
     def live(self) -> Life:
         yield from self.join()
-        yield from self.driver.join()
+        yield from self.member.join()
         yield from self._train()
         if self.save_every:
             yield from self._save()
-            yield from self.driver.await_saves(until_kept=True)
-        yield from self.driver.finish()
+            yield from self.member.await_saves(until_kept=True)
+        yield from self.member.finish()
 
     def _train(self) -> Life:
         """Until the end, which is on the host's disk before the loop is over where it is known: till then this worker
@@ -128,22 +127,22 @@ class Worker(Client):
                 yield from self._rest_of_epoch()
             if not self.stopping and self.description.rows_limit:
                 yield from self._save()
-                yield from self.driver.await_saves(until_kept=True)
+                yield from self.member.await_saves(until_kept=True)
             if self.stopping or self.is_at_the_end:
                 self.has_finished = self.is_at_the_end and self.member.is_in and not self.member.left
                 return
 
     def _rest_of_epoch(self) -> Life:
         while self._has_rows():
-            if (yield from self.driver.leave_if_asked()):
+            if (yield from self.member.leave_if_asked()):
                 continue
             if (work := self.member.begin()) is None:
-                self.driver.check_weights()
+                self.member.check_weights()
             else:
                 self.doing = work
                 yield from self._compute(work)
                 self.doing = None
-            if (found := (yield from self.driver.await_step())) is not None:
+            if (found := (yield from self.member.await_step())) is not None:
                 yield from self._commit(*found)
         if self.state.row >= ROWS:
             self.state.epoch, self.state.row = self.state.epoch + 1, 0
@@ -198,7 +197,7 @@ class Worker(Client):
         work, line = task.work, self.line
         self.send(report)
         if work.batch:
-            self.driver.check_weights(in_step=True)
+            self.member.check_weights(in_step=True)
         has_momentum = bool(self.description.moments)
         faults = self.fleet.faults
         sums = task.sums(
@@ -221,7 +220,7 @@ class Worker(Client):
         """Of the last slice, during which the sums of the parts that are done leave."""
         yield Sleep(self.slice_s / len(PARTS))
         if part == len(PARTS) - 1:
-            self.driver.check_weights(in_step=True)
+            self.member.check_weights(in_step=True)
             nothing = np.zeros(0)
             self.send(
                 SliceReport(work.step, nothing.astype("<u4"), nothing, nothing, self.clock.now - started, b"\x07")
@@ -239,7 +238,7 @@ class Worker(Client):
 
     def _commit(self, committed: Committed, parts: list[Floats]) -> Life:
         is_step = not self.is_windowed or is_together(committed)
-        self.driver.check_weights(in_step=True)
+        self.member.check_weights(in_step=True)
         self.member.agree(committed)
         mean = np.concatenate(parts[: len(PARTS)])
         (self.state.apply if is_step else self.state.agree)(mean, committed.rows)
@@ -249,7 +248,7 @@ class Worker(Client):
         self.state.weights = self.update(self.state.weights)
         if self.fleet.faults.take(self.name, "applying", committed.step):
             self.state.weights[0] += 1
-        yield from self.driver.tell_applied(1.0, "")
+        yield from self.member.tell_applied(1.0, "")
         self.stopping |= bool(committed.stop)
         self.state.weights = self.own_code(self.state.weights)
         yield from self.at("applied", self.state.step)
@@ -263,28 +262,28 @@ class Worker(Client):
         if self.ends_at and self.state.step >= self.ends_at:
             self.stopping = self.member.ends_for_all = True
         if self.member.wants_stop and not self.stopping:
-            yield from self.driver.leave()
+            yield from self.member.leave()
 
     # Looking, saving, giving
 
     def _evaluate(self) -> Life:
         step = self.state.step
-        evaluation = yield from self.driver.evaluate(VALIDATION_ROWS, VALIDATION_SIZE)
+        evaluation = yield from self.member.evaluate(VALIDATION_ROWS, VALIDATION_SIZE)
         if evaluation.samples:
-            self.validated[step] = evaluation.loss
+            self.validated[step] = evaluation.figures[0] / evaluation.samples
             assert (evaluation.names, evaluation.figures[1]) == (NAMES, 2 * evaluation.samples)
 
     def _gather(self) -> Life:
         step = self.state.step
-        gathered = yield from self.driver.gather(f"{self.name} {step}".encode())
+        gathered = yield from self.member.gather(f"{self.name} {step}".encode())
         found = self.gathered[step] = [data.decode() for data in gathered]
         is_right = len({*found}) == len(found) and all(each.endswith(f" {step}") for each in found)
         assert is_right, f"{self} was given {found}"
 
     def _save(self) -> Life:
         is_past = self.member.is_replaying and not self.is_at_the_end
-        if not (is_past or self.member.left or self.member.is_over or self.member.save_due == self.state.step):
-            yield from self.driver.save(2)
+        if not (is_past or self.member.left or self.member.is_over or self.member.saves.due == self.state.step):
+            yield from self.member.save(2)
 
     # Meeting faults
 
@@ -322,7 +321,7 @@ class Worker(Client):
 
 
 class ToyHolder:
-    """What a MemberDriver asks of a virtual worker: it waits on the virtual clock."""
+    """What a Member asks of a virtual worker: it waits on the virtual clock."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -421,6 +420,6 @@ class ToyHolder:
         yield from ()
         worker = self._worker
         data, step, line = worker.state.to_bytes(), worker.state.step, worker.line
-        worker.driver.check_weights()
+        worker.member.check_weights()
         assert line is not None
         worker.fleet.clock.after(worker.pack_s, lambda: worker.send_parcel(line, transfer, step, data))
