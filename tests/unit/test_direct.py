@@ -61,7 +61,9 @@ def test_tensors_arrive_as_they_were_sent() -> None:
 def test_workers_that_follow_different_plans_are_told_so() -> None:
     with pytest.raises(RankFailed) as failed:
         run_ranks(2, pass_on, 1)
-    told = re.search(r"Instead of the activation (\d) of step 0 .* came the activation (\d) of step 0", str(failed.value))
+    told = re.search(
+        r"Instead of the activation (\d) of step 0 .* came the activation (\d) of step 0", str(failed.value)
+    )
     assert told is not None, failed.value
     awaited, came = map(int, told.groups())  # several are awaited at once: whichever thread looks first says so
     assert came == awaited + 1
