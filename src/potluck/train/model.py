@@ -32,6 +32,7 @@ class ModelConfig:
     dim: int = 192
     """Width of the residual stream."""
     layers: int = 4
+    """How many blocks there are."""
     heads: int = 6
     """Attention heads; each is dim / heads wide, which must be even for rotary positions."""
     kv_heads: int | None = None
