@@ -26,22 +26,22 @@ DOCUMENT = ROOT / "docs" / "settings.md"
 HEAD = """# Every setting
 
 Each setting with its default, one line each. This page is made from the code by
-`python -m tests.unit.test_settings_doc`. In Python a setting is an argument, such as `potluck.StepConfig(clip=1.0)`; in a
-[recipe](guide/first-run.md#a-recipe) it is a line of its table, `[step]` and `clip = 1.0`; on the command line of
-`potluck train` and `potluck host` it is `--set step.clip=1.0`. What is `None` in Python is left out of a recipe. The options
-of a command are in its own help, such as `potluck host --help`.
+`python -m tests.unit.test_settings_doc`. In Python a setting is an argument, such as `potluck.StepConfig(clip=1.0)`.
+In a [recipe](guide/first-run.md#a-recipe) it is a line of its table: `[step]`, and below it `clip = 1.0`; `None` is a
+line left out. On the command line of `potluck train` and `potluck host` it is `--set step.clip=1.0`. A command's own
+options are in its help (`--help`).
 """
 
 INIT = {
-    "policy": 'When workers agree: `"sync"`, `"cadence"`, `"async"`, `"auto"`, or one of the classes [below](#policies). '
+    "policy": 'When workers agree: `"sync"`, `"cadence"`, `"async"`, `"auto"`, or one of the [classes](#policies). '
     "`None`: Sync, and Auto under a host.",
     "strategy": "What of the model is split over ranks: see [strategies](#strategies).",
     "stages": "How the model is cut by layers over workers: see [stages](#stages). `None`: it is not.",
     "step": "How one step is computed: see [StepConfig](#stepconfig).",
     "wire": 'The form in which replicas send each other numbers: `"fp32"`, `"bf16"`, `"int8"`, `"int4"`, or `"auto"`: '
     "what makes steps shorter.",
-    "patience_s": "How many seconds a worker of a process group may be silent before the others give it up. Under a host "
-    "it is the host's `--patience`, 30 seconds by default.",
+    "patience_s": "How many seconds a worker of a process group may be silent before the others give it up. Under a "
+    "host it is the host's `--patience`, 30 seconds by default.",
 }
 PREPARE = {
     "model": "An `nn.Module`, or a list or dict of several.",
@@ -53,7 +53,7 @@ TRAINER = {
     "optimizer": "As for `prepare`.",
     "dataset": "As for `prepare`.",
     "loss": "`loss_of(model, batch)`: the mean loss over the batch's rows, or `(mean, samples)`.",
-    "batch_size": "Rows of one step over all workers together, or a [BatchConfig](#batch). `None`: a `DataLoader`'s own.",
+    "batch_size": "Rows of one step over all workers, or a [BatchConfig](#batch). `None`: a `DataLoader`'s own.",
     "folder": "The run folder.",
     "validation": "The rows to validate with.",
     "validate": "A function for them, which may give figures of your own. `None`: `loss`.",
@@ -64,20 +64,33 @@ TRAINER = {
     "config": "A [FitConfig](#fit).",
 }
 ENVIRONMENT = {
-    "POTLUCK_PAGE": ("on", "Where the live page is, for commands without `--page`: `on`, `off`, a port, or ADDRESS:PORT."),
-    "POTLUCK_LOG": ("nothing", "What is logged: `debug`, `info` or `warning`; with a file, as in `info:/tmp/potluck.log`."),
-    "POTLUCK_INVITE": ("nothing", "The line to join with, or a file that holds it, for `potluck join` without one and for a "
-                       "script that plain Python or torchrun starts."),
-    "POTLUCK_NAME": ("HOST-PID", "The name under which a script that joins by `POTLUCK_INVITE` is shown."),
-    "OMP_NUM_THREADS": ("cores / workers", "Threads of each worker, where `--threads` and `workers.threads` do not say."),
-    "CUDA_VISIBLE_DEVICES": ("all", "The GPUs that workers of this machine may use."),
-    "GLOO_SOCKET_IFNAME": ("loopback", "The network interface of a process group over Gloo."),
-    "XDG_RUNTIME_DIR": ("~/.cache", "Where processes of yours on this machine find each other (`potluck pause`, `why`)."),
-    "XDG_CACHE_HOME": ("~/.cache", "Where base models that a host has sent are kept."),
-    "AWS_ENDPOINT_URL": ("Amazon's", "The server of an `s3://` store; `AWS_ENDPOINT_URL_S3` goes before it."),
-    "AWS_ALLOW_HTTP": ("false", "Whether that server may be talked to without encryption."),
-    "WANDB_PROJECT": ("potluck", "The project of `--track wandb`; so `MLFLOW_EXPERIMENT_NAME` and `TRACKIO_PROJECT`."),
-}  # fmt: skip
+    "POTLUCK_PAGE": "Where the live page is, for commands without `--page`: `on`, `off`, a port, or ADDRESS:PORT.",
+    "POTLUCK_LOG": "What is logged: `debug`, `info` or `warning`; with a file, as in `info:/tmp/potluck.log`.",
+    "POTLUCK_INVITE": "The line to join with, or a file that holds it. A script that plain Python or torchrun starts "
+    "joins that host.",
+    "POTLUCK_NAME": "The name under which such a script is shown.",
+    "OMP_NUM_THREADS": "Threads of each worker, where `--threads` and `workers.threads` do not say.",
+    "CUDA_VISIBLE_DEVICES": "The GPUs that workers of this machine may use.",
+    "GLOO_SOCKET_IFNAME": "The network interface of a process group over Gloo.",
+    "XDG_RUNTIME_DIR": "Where processes of yours on this machine find each other, as for `potluck pause`.",
+    "XDG_CACHE_HOME": "Where base models that a host has sent are kept.",
+    "AWS_ENDPOINT_URL": "The server of an `s3://` store; `AWS_ENDPOINT_URL_S3` goes before it.",
+    "AWS_ALLOW_HTTP": "Whether that server may be talked to without encryption.",
+    "WANDB_PROJECT": "The project of `--track wandb`; so are `MLFLOW_EXPERIMENT_NAME` and `TRACKIO_PROJECT`.",
+}
+DEFAULTS = {
+    "POTLUCK_PAGE": "`on`",
+    "POTLUCK_NAME": "HOST-PID",
+    "OMP_NUM_THREADS": "cores / workers",
+    "CUDA_VISIBLE_DEVICES": "all",
+    "GLOO_SOCKET_IFNAME": "loopback",
+    "XDG_RUNTIME_DIR": "`~/.cache`",
+    "XDG_CACHE_HOME": "`~/.cache`",
+    "AWS_ENDPOINT_URL": "Amazon's",
+    "AWS_ALLOW_HTTP": "`false`",
+    "WANDB_PROJECT": "`potluck`",
+}
+"""What holds where a variable is not set; for the others, nothing."""
 BETWEEN_PROCESSES = {
     "POTLUCK_FILES_ASKED",
     "POTLUCK_IGNORED",
@@ -221,7 +234,7 @@ FINETUNES = "It has [the tables above](#a-recipe), and these in place of `[model
 
 
 def environment() -> str:
-    return table([(name, default, meaning) for name, (default, meaning) in ENVIRONMENT.items()])
+    return table([(name, DEFAULTS.get(name, "not set"), meaning) for name, meaning in ENVIRONMENT.items()])
 
 
 def test_the_page_is_that_of_the_code() -> None:
