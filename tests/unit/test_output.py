@@ -3,7 +3,6 @@
 import io
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 from rich.live import Live
 from tqdm import tqdm

@@ -3,7 +3,6 @@
 It is bounded: a script that prints for ever fills no disk. The newest lines are kept, in at most two files.
 """
 
-import os
 import re
 from collections import deque
 from contextlib import suppress
@@ -50,7 +49,7 @@ class OutputFile:
         self._file.flush()
         if self._file.tell() > self._most:
             self._file.close()
-            os.replace(self._folder / OUTPUT, self._folder / OLDER)
+            (self._folder / OUTPUT).replace(self._folder / OLDER)
             self._file = (self._folder / OUTPUT).open("a", encoding="utf-8")
 
     def close(self) -> None:
