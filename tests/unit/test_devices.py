@@ -7,7 +7,9 @@ gives the right numbers it does not say, and nobody has run that.
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +124,7 @@ def test_a_run_joins_a_group_of_that_backend(
     monkeypatch.setattr(dist, "init_process_group", fake_group)
     monkeypatch.setattr(link, "rendezvous_at", lambda *_, **__: iter([(dist.HashStore(), 0, 0)]))
     monkeypatch.setattr(link, "_agree_on_backend", lambda store, rank, world, own: own)  # the others are not there
+    monkeypatch.setattr(link, "_wait_for_connections", lambda store, rank, world: None)
     joined = link.connect(choose_device(), patience_s=5)
     assert asked == [backend] and (joined.rank, joined.world) == (world - 1, world)
     joined.close()
@@ -139,6 +142,28 @@ def told_backends(choices: list[str]) -> str:
 def test_machines_that_would_choose_differently_agree() -> None:
     """One has a GPU for each of its ranks and the other does not: each by itself, they would wait in vain."""
     assert run_ranks(2, told_backends, [NCCL, GLOO]) == [GLOO, GLOO]
+
+
+def connected_at(late: int) -> list[float]:
+    """When this rank was connected, and when connect() returned; `late` takes longer."""
+    connect, stamps = dist.init_process_group, []
+
+    def slow_connect(*arguments: Any, **options: Any) -> None:
+        connect(*arguments, **options)
+        if int(os.environ["RANK"]) == late:
+            time.sleep(0.3)
+        stamps.append(time.monotonic())
+
+    dist.init_process_group = slow_connect
+    link.connect(torch.device("cpu"), patience_s=20)
+    return [*stamps, time.monotonic()]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_no_rank_leaves_connect_before_all_are_connected(late: int) -> None:
+    """One that was refused its settings and exited at once was told of as a lost worker by those still connecting."""
+    stamps = run_ranks(2, connected_at, late)
+    assert min(returned for _, returned in stamps) >= max(connected for connected, _ in stamps)
 
 
 STRATEGIES: dict[str, Callable[[int], ShardingStrategy]] = {

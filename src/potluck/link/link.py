@@ -347,6 +347,7 @@ def connect(device: torch.device, patience_s: float) -> Link:
         dist.init_process_group(
             backend, store=PrefixStore("potluck", store), rank=rank, world_size=world, timeout=patience
         )
+        _wait_for_connections(store, rank, world)
     return GroupLink(owned=True, patience_s=patience_s, watch=_watch_over())
 
 
@@ -381,6 +382,14 @@ def _agree_on_backend(store: Store, rank: int, world: int, own: str) -> str:
     store.set(f"backend/{rank}", own)
     told = {store.get(f"backend/{each}").decode() for each in range(world)}
     return own if len(told) == 1 else "gloo"
+
+
+def _wait_for_connections(store: Store, rank: int, world: int) -> None:
+    """Returns when all ranks are connected. One that is connected first, finds its settings refused and exits would
+    break the connections of those who still make theirs: they would tell of a lost worker, and not of the settings."""
+    store.set(f"connected/{rank}", "")
+    for each in range(world):
+        store.get(f"connected/{each}")
 
 
 def _backend(device: torch.device) -> str:
