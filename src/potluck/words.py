@@ -1,6 +1,7 @@
 """Sentences for a person, and numbers in them: counts, bytes, durations; and numbers that are refused."""
 
 import sys
+from collections.abc import Sequence
 
 
 def say(sentence: str) -> None:
@@ -38,6 +39,16 @@ def size(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.3g} {suffix}"
     return f"{number:.0f} bytes"
+
+
+def percent(share: float) -> str:
+    """percent(0.174) is "17 %"."""
+    return f"{100 * share:.0f} %"
+
+
+def in_list(words: Sequence[str]) -> str:
+    """in_list(["a", "b", "c"]) is "a, b and c"."""
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
 def duration(seconds: float) -> str:

@@ -167,11 +167,11 @@ def check_decisions(fleet: Fleet, together: float, count: int) -> None:
     assert found == sorted(found, reverse=True)
     assert sum(found) == (math.ceil(together * EPOCHS * ROWS / BATCH) if together < 1 else STEPS)
     if together:
-        assert first.startswith(f"In the first {together:.0%} of the run all agree in every step: ")
+        assert first.endswith(f"In the first {100 * together:.0f} % of the run all agree in every step.")
     elif count == 1:
         assert first == f"Only w0 is there, so nothing is averaged: {BATCH} rows."
     else:
-        assert first.startswith("Nothing was measured yet, so all do the same")
+        assert first.startswith("Nothing was measured yet, so all count as equally fast")
         assert any(d.divergence > 0 for d in decided)
 
 

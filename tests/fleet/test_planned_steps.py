@@ -31,7 +31,10 @@ def test_the_first_share_of_the_rows_is_taken_together(policy: Windowed) -> None
     first = 4  # of 16, 16 and 5 rows: 37 are less than three tenths of 148, and 53 are not
     assert kinds(run) == [True] * first + [False] * (len(run.records) - first)
     assert [record.rows for record in run.records[:first]] == [16, 16, 5, 16]
-    assert run.told(Decided)[0].reason == "In the first 30% of the run all agree in every step: 6, 6 and 4 rows."
+    assert run.told(Decided)[0].reason == (
+        "Nothing was measured yet, so all count as equally fast: 6, 6 and 4 rows. In the first 30 % of the run all"
+        " agree in every step."
+    )
     works = [item for worker in run.workers.values() for item in worker.line.received if isinstance(item, Work)]
     assert all(
         (work.batch == 0) == (work.step <= first) and (work.batch > 0) == (len(work.sizes) > 0) for work in works
@@ -75,7 +78,19 @@ def test_auto_leaves_sync_where_agreeing_is_dear_and_says_why() -> None:
     found = kinds(run)
     assert found[0] and not found[-1]
     told = run.told(Decided)[found.index(False)]
-    assert told.reason.startswith("Agreeing in every step takes ") and "so replicas step by themselves" in told.reason
+    assert "Agreeing in every step would add " in told.reason and "averaging only every " in told.reason
+
+
+def test_auto_says_by_whose_speed_the_rows_of_a_step_are_shared() -> None:
+    run = Fleet(workers=0, at_least=2, epochs=EPOCHS)
+    for name, slice_s in (("fast", 1.0), ("slow", 3.0)):
+        run.add(name, description=windowed(Auto(together=0.1)), slice_s=slice_s, latency_s=0.0001)
+    run.finish()
+    first, *others = [told for told in run.told(Decided) if sum(told.rows) == BATCH]
+    assert first.reason.startswith("Nothing was measured yet, so all count as equally fast: 8 and 8 rows.")
+    assert others and all(told.rows == (12, 4) for told in others[:3]) and all(kinds(run))
+    assert others[0].reason.startswith("slow has 25 % of the rows: it does 0.667 rows/s, and fast 2: 12 and 4 rows. ")
+    assert not any("Nothing was measured" in told.reason for told in others)
 
 
 def test_auto_stays_where_agreeing_costs_nothing() -> None:

@@ -42,9 +42,11 @@ def test_the_slowest_anchors_and_the_others_fill_its_time(policy: Windowed) -> N
     run.finish()
     first, second = decided(run)[:2]
     assert (first.rows, first.version, first.step) == ((4, 4), 0, 0)
-    assert first.reason == "Nothing was measured yet, so all do the same: 2 and 2 batches."
+    assert first.reason.startswith("Nothing was measured yet, so all count as equally fast.")
     assert (second.rows, second.version, second.step) == ((12, 4), 1, 2)  # of 4 rows each: 8 are done
-    assert second.reason == "slow is the slowest, at 300 ms a batch, and the others fill its time: 6 and 2 batches."
+    assert second.reason == (
+        "slow has 25 % of the rows: it does 6.67 rows/s, and fast 20. Until the next average they do 6 and 2 batches."
+    )
     last = [d for d in decided(run) if "These are the last" in d.reason]
     assert last and "shared by speed" in last[0].reason
 
@@ -69,9 +71,9 @@ def test_costly_agreement_makes_windows_longer() -> None:
     assert anchors[0] == 1 and max(anchors) > 1 and max(anchors) <= 3
     told = next(d for d in decided(run) if d.anchor > 1)
     assert told.version == 2  # the way back of the first window is known when the second is measured
-    assert told.reason.startswith("Agreeing took 40% of a window and 10% are wanted, so the slowest does 3 batches"), (
-        told
-    )
+    assert told.reason.startswith(
+        "Agreeing took 40 % of a window and 10 % are wanted, so the slowest does 3 batches"
+    ), told
 
 
 def test_drift_that_rises_halves_the_anchor_of_async_and_is_told() -> None:

@@ -73,7 +73,10 @@ def test_a_step_of_all_is_in_the_parts_that_are_given_or_shared_by_speed() -> No
     decider.observe([Report(busy_s=1.0, batches=3), Report(busy_s=1.0, batches=1)], 0.1, averages_moments=False)
     plan = decider.together(begin(decider, EARLY, Position(), limit=100))
     assert plan.rows == (6, 2) and plan.together
-    assert plan.reason == "In the first 50% of the run all agree in every step: 6 and 2 rows."
+    assert plan.reason == (
+        "b has 25 % of the rows: it does 4 rows/s, and a 12: 6 and 2 rows. In the first 50 % of the run all agree in"
+        " every step."
+    )
 
 
 def test_nothing_is_learned_of_a_round_in_which_nobody_computed() -> None:

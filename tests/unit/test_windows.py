@@ -29,15 +29,20 @@ def test_before_anything_is_measured_all_do_the_same_and_it_is_said() -> None:
         spare=(0, 0),
         until_s=None,
         anchor=10,
-        reason="Nothing was measured yet, so all do the same: 2 and 2 batches.",
+        reason="Nothing was measured yet, so all count as equally fast. Until the next average they do 2 and 2"
+        " batches.",
     )
 
 
 def test_the_slowest_anchors_and_the_others_fill_its_time() -> None:
-    decision = measured(Cadence.published(), 10.0, 30.0).decide(MANY, 4)
+    windows = WindowPlanner(Cadence.published(), ["worker 0", "worker 1"])
+    windows.decide(MANY, 4)
+    windows.report([Report(busy_s=0.1, batches=10), Report(busy_s=0.3, batches=10)], 0.0)
+    decision = windows.decide(MANY, 4)
     assert decision.rows == (120, 40) and decision.until_s == pytest.approx(0.3)
-    assert (
-        decision.reason == "worker 1 is the slowest, at 30 ms a batch, and the others fill its time: 30 and 10 batches."
+    assert decision.reason == (
+        "worker 1 has 25 % of the rows: it does 133 rows/s, and worker 0 400. Until the next average they do 30 and 10"
+        " batches."
     )
     assert decision.spare == (28, 8)
 
@@ -55,7 +60,7 @@ def test_costly_agreement_makes_windows_longer() -> None:
     decision = windows.decide(MANY, 1)
     assert decision.anchor == 20
     assert decision.reason.startswith(
-        "Agreeing took 20% of a window and 10% are wanted, so the slowest does 20 batches instead of 10"
+        "Agreeing took 20 % of a window and 10 % are wanted, so the slowest does 20 batches instead of 10"
     )
 
 

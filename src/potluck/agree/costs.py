@@ -8,7 +8,7 @@ one H, and where even that is dearer than a step that all take together, all sho
 import math
 from collections.abc import Sequence
 
-from potluck.words import plural
+from potluck.words import percent, plural
 
 LEARNING = 0.023
 """More rows for the same loss: of 4 replicas 18 % at 20 batches and 28 % at 50, as measured. At 5 it was less."""
@@ -96,23 +96,33 @@ class WindowCosts:
             return 1 + (self.step_s or self._agree_s / STATE) / self.batch_s
         return (1 + self.more_time(anchor)) * (1 + self.more_rows(anchor))
 
-    def decide(self, most: int) -> str | None:
-        """Sets `anchor`. Why, if that is another way than before."""
+    def decide(self, most: int) -> bool:
+        """Sets `anchor`, and tells whether that is another way than before."""
         best, was = self.best(most), self.anchor
-        together, apart = self.price(0), self.price(best)
-        is_apart = apart < (together if was else CLEAR * together)
+        is_apart = self.price(best) < (self.price(0) if was else CLEAR * self.price(0))
         self.anchor = best if is_apart else 0
-        if is_apart == (was > 0):
-            return None
-        if is_apart:
-            return (
-                f"Agreeing in every step takes {together - 1:.0%} more time than computing, and windows of"
-                f" {plural(best, 'batch')} take {apart - 1:.0%} more for the same loss, so replicas step by themselves"
-            )
+        return is_apart != (was > 0)
+
+    def why_together(self, most: int) -> str:
+        """Say why all agree in every step, as a sentence without its end."""
+        if not self.is_measured:
+            return "All agree in every step until it is measured what that costs"
+        best = self.best(most)
+        close = "" if self.price(best) >= self.price(0) else ", which is not clearly less"
         return (
-            f"Windows take {apart - 1:.0%} more time than computing for the same loss, and agreeing in every step"
-            f" {together - 1:.0%}, so all step together"
+            f"Agreeing in every step adds {self._added(0)} to the time of computing; averaging only every"
+            f" {plural(best, 'batch')} would add {self._added(best)} until the loss is as low{close}"
         )
+
+    def why_apart(self, anchor: int) -> str:
+        """Say why each worker steps by itself between averages, as a sentence without its end."""
+        return (
+            f"Agreeing in every step would add {self._added(0)} to the time of computing; averaging only every"
+            f" {plural(anchor, 'batch')} adds {self._added(anchor)} until the loss is as low"
+        )
+
+    def _added(self, anchor: int) -> str:
+        return percent(self.price(anchor) - 1)
 
 
 def _smooth(old: float, new: float) -> float:

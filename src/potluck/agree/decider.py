@@ -63,11 +63,12 @@ class Decider:
             return 0
         return min(self.rows_left, end - first, terms.batch - at.row % terms.batch)
 
-    def together(self, rows: int, parts: list[int] | None = None) -> WindowPlan:
-        """All take one step over so many rows, which are shared by speed if not in these parts."""
+    def together(self, rows: int, parts: list[int] | None = None, speeds: Sequence[float] | None = None) -> WindowPlan:
+        """All take one step over so many rows, which are shared by speed if not in these parts, which follow from these
+        speeds."""
         assert self._planner is not None
         self._is_together = True
-        return self._planner.decide_together(rows, parts=parts, is_first=self._is_early)
+        return self._planner.decide_together(rows, parts=parts, speeds=speeds, is_first=self._is_early)
 
     def alone(self, *, least: int = 0) -> WindowPlan:
         """Each replica steps by itself. Fewer than `least` rows are not left for another window."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from potluck.agree.costs import WindowCosts
 from potluck.agree.elche import LEAST_TARGET, MOST_TARGET
 from potluck.agree.policy import Windowed, make_elche
+from potluck.agree.reasons import each_part, why_shared
 from potluck.agree.records import Report
 from potluck.agree.shares import Balance, give_each_one, share_out
 from potluck.errors import ConfigError
-from potluck.words import check_at_least, plural
+from potluck.words import check_at_least, percent, plural
 
 RISING = 3
 """Windows in a row in which it rose."""
@@ -108,11 +109,16 @@ class WindowPlanner:
         self._parts: list[float] = [1.0] * len(names)
         """How the rows of a step that all take together are shared; by what windows say of speeds, or `_balance`."""
         self._balance: Balance | None = None
-        self._why = "Nothing was measured yet, so all do the same"
+        self._planned_rows = self._batch_rows = 1
+        """Rows of a batch in the window that was planned last, and in the one that speeds were measured in."""
+        self._why_not_together = ""
+        """Why replicas step by themselves though it was not weighed, where the policy chooses."""
+        self._news = ""
+        """What has changed since the last plan, as a sentence without its end."""
         if policy.overhead_target is not None and policy.overhead_target != self.elche.overhead_target:
-            self._why = (
+            self._news = (
                 f"An overhead target of {policy.overhead_target:g} is outside {LEAST_TARGET:g} to {MOST_TARGET:g}, and"
-                f" {self.elche.overhead_target:g} is taken; nothing was measured yet, so all do the same"
+                f" {self.elche.overhead_target:g} is taken"
             )
 
     def decide(self, rows_left: int, batch_rows: int, *, least: int = 0) -> WindowPlan:
@@ -121,6 +127,7 @@ class WindowPlanner:
         Fewer than `least` rows are not left for another window.
         """
         counts, whole = self._counts(), 1.0
+        self._planned_rows = batch_rows
         if self.policy.weighs_learning and len(counts) > 1 and max(counts) > self._most:
             whole = self._most / max(counts)
             counts = [max(1, round(count * whole)) for count in counts]
@@ -134,7 +141,8 @@ class WindowPlanner:
             # The rest is shared by speed and not by whole batches, so that all end together.
             weights = self.elche.speeds if self.elche.is_measured else [float(count) for count in counts]
             rows = share_out(rows_left, weights)
-            reason = f"{self._why}. {_the_last(rows_left)}, shared by speed: {_list(rows)}."
+            shared = f"{_the_last(rows_left)}, shared by speed: {each_part(rows)}"
+            reason = self._sentences(self._why_shared(rows), shared, self._why_apart())
             return self._decision(rows, [0] * len(rows), None, reason)
         spare = [0] * len(rows)
         if self.elche.is_measured:
@@ -146,28 +154,55 @@ class WindowPlanner:
             over = sum(rows) + sum(spare) - rows_left
             if over > 0:
                 spare = share_out(max(0, sum(spare) - over), [float(part) for part in spare])
-        weighed = f". {self._weighed()}" if self.policy.weighs_learning and self.costs.is_measured else ""
-        return self._decision(rows, spare, until_s, f"{self._why}: {_list(counts)} batches{weighed}.")
+        each = f"Until the next average {'they do' if len(rows) < 3 else 'each does'} {each_part(counts)} batches"
+        return self._decision(rows, spare, until_s, self._sentences(self._why_shared(rows), each, self._why_apart()))
 
-    def _weighed(self) -> str:
-        anchor = self.elche.anchor
+    def _why_shared(self, rows: Sequence[int], speeds: Sequence[float] | None = None) -> str:
+        """`speeds`: rows a second, by which the rows were shared; None: those that windows are planned by."""
+        if speeds is None:
+            speeds = [1000 * self._batch_rows / ms if ms > 0 else 0.0 for ms in self.elche.ms_per_batch]
+        return why_shared(self.names, rows, speeds)
+
+    def _why_apart(self) -> str:
+        """Why a window is as long as it is, where that was weighed."""
+        anchor, costs = self.elche.anchor, self.costs
+        if not self.policy.weighs_learning or not costs.is_measured:
+            return self._why_not_together
+        if self.policy.chooses:
+            return self._why_not_together or costs.why_apart(anchor)
         return (
-            f"Windows of {plural(anchor, 'batch')} take {self.costs.more_time(anchor):.0%} more time to agree, and"
-            f" about {self.costs.more_rows(anchor):.0%} more rows for the same loss"
+            f"Averaging every {plural(anchor, 'batch')} takes {percent(costs.more_time(anchor))} more time, and about"
+            f" {percent(costs.more_rows(anchor))} more rows until the loss is as low"
         )
 
-    def decide_together(self, rows: int, *, parts: list[int] | None = None, is_first: bool = True) -> WindowPlan:
-        """One step of all replicas, over `rows` rows: in these parts, or shared by speed. `is_first`: for the run's
-        start."""
+    def _sentences(self, *sentences: str) -> str:
+        return "".join(f"{sentence}. " for sentence in (self._news, *sentences) if sentence).rstrip()
+
+    def decide_together(
+        self, rows: int, *, parts: list[int] | None = None, speeds: Sequence[float] | None = None, is_first: bool = True
+    ) -> WindowPlan:
+        """One step of all replicas, over `rows` rows: in these parts, which follow from these speeds, or shared by
+        speed. `is_first`: for the run's start."""
         if parts is None:
             parts = share_out(rows, self._parts)
             give_each_one(parts)
             if self._balance is None or self._balance.batch < rows:
                 self._balance = Balance(rows, len(parts))
         self._most = PROBE
-        at_first = f"In the first {self.policy.together:.0%} of the run all agree in every step"
-        reason = f"{at_first if is_first and not self.policy.chooses else self._why}: {_list(parts)} rows."
+        shared = f"{self._why_shared(parts, speeds)}: {each_part(parts)} rows"
+        reason = self._sentences(shared, self._why_together(is_first=is_first))
         return replace(self._decision(parts, [0] * len(parts), None, reason), anchor=0)
+
+    def _why_together(self, *, is_first: bool) -> str:
+        if self.policy.chooses:
+            return self.costs.why_together(self._most_weighed)
+        if is_first:
+            return f"In the first {percent(self.policy.together)} of the run all agree in every step"
+        return "All take this step together, since it ends a batch that was trained in part"
+
+    @property
+    def _most_weighed(self) -> int:
+        return self.policy.max_anchor or self.costs.longest
 
     def is_best_together(self, *, is_early: bool, may: bool = True) -> bool:
         """Whether all step together next, where they `may`. Else a window's length is decided, if that is weighed.
@@ -181,10 +216,13 @@ class WindowPlanner:
             return False
         costs.is_early = is_early
         costs.set_speeds(self.elche.speeds)
-        most = policy.max_anchor or costs.longest
+        most = self._most_weighed
+        self._why_not_together = ""
         if policy.chooses and may:
-            self._why = costs.decide(most) or self._why
+            costs.decide(most)
         else:
+            if policy.chooses:
+                self._why_not_together = "What their optimizers hold may differ, and an average makes it alike"
             costs.anchor = costs.best(most) if costs.is_measured else min(self.elche.anchor, most)
         self._set_anchor(min(costs.anchor, self._calm))
         return costs.anchor == 0
@@ -197,6 +235,7 @@ class WindowPlanner:
     def observe(self, rows: Sequence[int], busy_s: Sequence[float], batch_rows: int, more_s: float) -> None:
         """Learn speeds from a step that all took together. `more_s`: what the one before cost beyond that."""
         self.costs.report_step(max(busy_s), more_s)
+        self._batch_rows, self._news = batch_rows, ""
         seconds = [own_s * batch_rows / own if own else 0.0 for own, own_s in zip(rows, busy_s, strict=True)]
         reports = [_sane(Report(busy_s=each, batches=1)) for each in seconds]
         self.elche.report_timing([1000 * each.busy_s for each in reports], [int(each.batches) for each in reports], 0.0)
@@ -239,16 +278,12 @@ class WindowPlanner:
         elche.report_timing(walls, [int(report.batches) for report in reports], 1000 * sync_s)
         self._most = min(MOST_BATCHES, GROWTH * self._most)
         self._share_by_speed()
-        slowest = elche.ms_per_batch.index(max(elche.ms_per_batch))
-        self._why = (
-            f"{self.names[slowest]} is the slowest, at {elche.ms_per_batch[slowest]:.3g} ms a batch, and the others"
-            " fill its time"
-        )
+        self._batch_rows, self._news = self._planned_rows, ""
         share = 1000 * sync_s / max(walls) if max(walls) > 0 else 0.0
         if elche.anchor != before:
-            wanted = f"{elche.overhead_target:.0%} are wanted"
-            self._why = (
-                f"Agreeing took {share:.0%} of a window and {wanted}, so the slowest does"
+            wanted = f"{percent(elche.overhead_target)} are wanted"
+            self._news = (
+                f"Agreeing took {percent(share)} of a window and {wanted}, so the slowest does"
                 f" {plural(elche.anchor, 'batch')} instead of {before}"
             )
         drift = max((report.figures.get("divergence", 0.0) for report in reports), default=0.0)
@@ -257,7 +292,7 @@ class WindowPlanner:
             before = elche.anchor
             elche.nudge_anchor_down(NUDGE)
             self._calm = elche.anchor
-            self._why = (
+            self._news = (
                 f"Replicas drifted apart three windows running, to {drift:.3g} of the mean, above"
                 f" {limit:g}, so the slowest does {plural(elche.anchor, 'batch')}"
                 f" instead of {before}"
@@ -282,7 +317,7 @@ class WindowPlanner:
             self.elche.is_measured = True
         self._share_by_speed()
         told = [f"{' and '.join(came)} came"] * bool(came) + [f"{' and '.join(went)} went"] * bool(went)
-        self._why = f"{' and '.join(told)}, and the work is shared anew" if told else self._why
+        self._news = f"{' and '.join(told)}, and the work is shared anew" if told else self._news
 
     def _share_by_speed(self) -> None:
         speeds = self.elche.speeds
@@ -374,8 +409,3 @@ def _sane(report: Report) -> Report:
 
 def _the_last(rows: int) -> str:
     return "This is the last row" if rows == 1 else f"These are the last {rows:,} rows"
-
-
-def _list(numbers: Sequence[int]) -> str:
-    words = [f"{number:,}" for number in numbers]
-    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]

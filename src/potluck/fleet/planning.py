@@ -155,7 +155,7 @@ class StepPlanner:
             return self._plan_window(working)
         under = self._plan_step(working, rows)
         parts = [sum(end - start for start, end in map(under.rows_of, nodes)) for nodes in under.nodes]
-        under.decision = self.decider.together(rows, parts)
+        under.decision = self.decider.together(rows, parts, [m.speed or 0.0 for m in working])
         return under
 
     def _plan_step(self, working: list[WorkerRecord], rows: int) -> StepUnderWay:
