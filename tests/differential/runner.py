@@ -179,7 +179,7 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
         delay.rank = fleet.link.rank
         loop.after_prepare(model, lambda: other_model(case.model, dtype, case.seed))
         if "ema" in case.habits:  # as Trainer has it
-            WeightAverage(fleet.run, KEPT, fleet.table.as_agreed)
+            WeightAverage(fleet.run, KEPT)
         log = Log(fleet, loader)
         if number:
             assert fleet.load(Path(folder) / "saved"), "there is nothing to load"

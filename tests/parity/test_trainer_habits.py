@@ -166,7 +166,7 @@ def test_a_window_counts_as_its_steps() -> None:
         fleet.prepare(model, optimizer, data, batch_size=BATCH)
         from potluck.engine.eval_weights import WeightAverage
 
-        average = WeightAverage(fleet.run, DECAY, fleet.table.as_agreed)
+        average = WeightAverage(fleet.run, DECAY)
         before = [p.detach().clone() for p in model.parameters()]
         fleet.run.progress.seek(Position(step=5))
         with torch.no_grad():

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_a_joiner_gives_what_is_free_and_not_what_others_use(monkeypatch: pytest
     recipe._check_memory(config, Engine(), rows=100)
     with pytest.raises(ConfigError, match=r"needs .* of memory to be trained here, and this machine has 1 kB"):
         engine = Engine()
-        monkeypatch.setattr(engine.table, "is_led", True)
+        engine.run.wanted = replace(engine.run.wanted, has_host=True)
         recipe._check_memory(config, engine, rows=100)
 
 

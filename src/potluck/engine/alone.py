@@ -6,7 +6,7 @@ What that changed is what travels. The same in a group and under a host: how the
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from potluck.data.plan import MicroBatch
 from potluck.data.rows import mix
 from potluck.devices import synchronize
 from potluck.engine.figures import WindowFigures
-from potluck.engine.replica import Replica
+from potluck.engine.replica import Agreed, Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan
 from potluck.engine.window_delta import WindowDelta
@@ -237,11 +237,8 @@ class StepAlone:
 
     # What all agreed on
 
-    def hash_weights(self) -> tuple[str, Tensor]:
-        return self._replica.hash_weights(self.delta.agreed(), self.delta.agreed_buffers)
-
-    def quick_digest(self) -> Tensor:
-        return self._replica.quick_digest(self.delta.agreed(), self.delta.agreed_buffers)
+    def agreed(self) -> tuple[Agreed, Sequence[Tensor]]:
+        return self.delta.agreed(), self.delta.agreed_buffers
 
     def as_agreed(self) -> AbstractContextManager[None]:
         return self.delta.as_agreed()

@@ -22,7 +22,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from potluck.engine import own_values
 from potluck.engine.checkpointing import shadow_saving
 from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import make_replica, over_group
-from potluck.engine.eval_weights import LookingWeights, WeightAverage
+from potluck.engine.eval_weights import WeightAverage
 from potluck.engine.evaluate import LossFunction
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.handle import Handle
@@ -202,15 +202,14 @@ class Engine(Handle):
         run.loop.training = training_settings(optimizer, run.config.clip, wire) | run.loop.training
         self._schedule_by(inputs.scheduled)
         run.names = tuple(model.state_dict()) if isinstance(model, nn.Module) else ()
-        replica = run.replica = make_replica(run, self.table.nodes, model, optimizer, source, loss)
+        run.begin(replica := make_replica(run, model, optimizer, source, loss))
         replica.adapter.on_own_step = self.step
         hook = optimizer.register_step_pre_hook(sees_nothing(lambda *told: self._call_before_step()))
         replica.on_close.callback(hook.remove)
         if run.scheduled is not None:
             replica.on_close.callback(run.scheduled.release)
         shadow_saving(run, model, self.state_dict, lambda: self.rank)
-        self._weights_for_looking = self.table.looking = LookingWeights(replica)
-        self.round.begin(self.table.begin(replica))
+        run.works = self.table.begin(replica)
         if run.config.compile:
             self._compiling = Compiling(run.say)
         return replica
@@ -267,7 +266,7 @@ class Engine(Handle):
         loader.on_epoch_end = self.table.end_of_epoch
         loader.on_stand_in = lambda: run.step.stand_in.enter_context(replica.buffers_kept())
         loader.plan = self.round.micro_batches
-        loader.seeds_of = lambda micro: self.round.works.now.seeds_of(loader.seed, micro)
+        loader.seeds_of = lambda micro: run.works.now.seeds_of(loader.seed, micro)
         run.step.begin()
         if run.keeper is not None:
             run.keeper.begin(replica)  # type: ignore[arg-type]
@@ -382,16 +381,8 @@ class Engine(Handle):
         workers at once; None: the DataLoader's own.
         """
         own = self.run.loader.collate if self.run.loader is not None else None
-        with self._looking():
-            return self.table.evaluate(loss_of, held_out(dataset, batch_size, own))
-
-    def _looking(self) -> AbstractContextManager[None]:
-        """The weights for looking, where an optimizer has others than those that it trains."""
         self.run.prepared()
-        if not (looking := self._weights_for_looking):
-            return nullcontext()
-        self.table.settle()
-        return looking.in_place()
+        return self.table.evaluate(loss_of, held_out(dataset, batch_size, own))
 
     def mean(self, value: Any, weight: float = 1.0) -> Any:
         """The mean of all workers' values, weighted: a number, a tensor, or a dictionary of them. Call it on every
@@ -475,7 +466,7 @@ class Engine(Handle):
         from potluck.trackers.reporter import Tracking
 
         check_names(trackers)
-        if not self.table.keeps_folder or self._is_tracked:
+        if not self.keeps_folder or self._is_tracked:
             return
         self._is_tracked = True
         make_run_folder(Path(folder))
@@ -513,7 +504,7 @@ class Engine(Handle):
         Call it once after prepare(), on every worker. evaluate() uses it from then on, checkpoints hold it, and
         `with average.applied():` puts it in the weights' place.
         """
-        return WeightAverage(self.run, decay, self.table.as_agreed)
+        return WeightAverage(self.run, decay)
 
     def request_stop(self) -> None:
         """Asks all workers to stop together after the step in which they hear of it."""
@@ -532,7 +523,8 @@ class Engine(Handle):
 
     def seed_random(self, seed: int) -> None:
         """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
-        self.table.seed_random(seed)
+        if not self.is_led:  # work that a host hands out draws its own numbers
+            self.run.seed_random(seed)
 
     def close(self) -> None:
         """Ends what is still being written, and leaves the run."""
@@ -576,7 +568,7 @@ class Engine(Handle):
     @property
     def is_led(self) -> bool:
         """Whether a host leads this worker: it keeps the run's folder, and hands out the work."""
-        return self.table.is_led
+        return self.run.wanted.has_host
 
     @property
     def parameters(self) -> int:
@@ -591,7 +583,7 @@ class Engine(Handle):
     @property
     def keeps_folder(self) -> bool:
         """Whether this worker writes the run's folder: rank 0; under a host nobody here, since the host does."""
-        return self.table.keeps_folder
+        return self.rank == 0 and not self.is_led
 
     @property
     def is_replaying(self) -> bool:
@@ -601,4 +593,4 @@ class Engine(Handle):
     @property
     def version(self) -> int:
         """Agreements so far."""
-        return self.table.version
+        return self.run.progress.at.version

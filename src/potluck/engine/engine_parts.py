@@ -15,7 +15,7 @@ from potluck.engine.group_table import GroupTable
 from potluck.engine.replica import GradientForm, Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Table
-from potluck.link.grid import Nodes, make_nodes
+from potluck.link.grid import make_nodes
 from potluck.save.saves import Saves
 from potluck.sharding.blocks import find_blocks, fits_fully_shard
 from potluck.sharding.strategy import ShardingStrategy
@@ -48,17 +48,16 @@ def under_host(run: RunParts, listener: "Listener") -> Table:
 
 def make_replica(
     run: RunParts,
-    nodes: Nodes | None,
     model: nn.Module,
     optimizer: Optimizer,
     source: DataSource | None,
     loss: LossFunction | None,
 ) -> Replica:
-    """The replica of which this worker is or holds a part. `nodes`: where replicas step by themselves.
+    """The replica of which this worker is or holds a part.
 
     `source`, `loss`: by which a model that is cut into stages is measured.
     """
-    composed, grid = run.composition, run.grid
+    composed, grid, nodes = run.composition, run.grid, run.nodes
     split = composed.split_of(grid.place)
     options: dict[str, Any] = {
         "form": GradientForm(coding_of(composed.wire), composed.wire_is_measured),

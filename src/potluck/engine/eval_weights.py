@@ -1,17 +1,20 @@
 """Weights that are looked at in place of those that are trained: LookingWeights and WeightAverage."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from potluck.engine.replica import Replica
-from potluck.engine.run_parts import RunParts
 from potluck.errors import ConfigError
 from potluck.save.checkpoint_folder import AVERAGE
 from potluck.sharding.optimizer_traits import TRAIN_MODE, has_eval_weights
 from potluck.sharding.united_optimizers import each_of
+
+if TYPE_CHECKING:
+    from potluck.engine.run_parts import RunParts
 
 
 class LookingWeights:
@@ -89,8 +92,7 @@ class WeightAverage:
     split a model carry it. It follows the weights that all agree on, and so is the same on all workers.
     """
 
-    def __init__(self, run: RunParts, decay: float, as_agreed: Callable[[], AbstractContextManager[None]]) -> None:
-        """`as_agreed`: the model as all agreed on it last, also where this worker is ahead of that."""
+    def __init__(self, run: "RunParts", decay: float) -> None:
         if run.prepared().steps_whole:
             raise ConfigError(
                 "fit.ema follows what each rank's optimizer steps, and under a strategy that splits parameters this one"
@@ -98,7 +100,6 @@ class WeightAverage:
             )
         self._run = run
         self._decay = decay
-        self._as_agreed = as_agreed
         self._is_applied = False
         replica = run.prepared()
         replica.before_parts_are_used()
@@ -122,7 +123,7 @@ class WeightAverage:
         if steps <= 0:
             return
         keep = self._decay**steps
-        with self._as_agreed():
+        with run.works.now.as_agreed():  # this worker may be ahead of that
             for average, tensor in zip(self._averages, self._tensors, strict=True):
                 # One operation at a time: a fused one rounds otherwise on some devices.
                 average.mul_(keep).add_(tensor.to(average.dtype) * (1 - keep))

@@ -26,7 +26,6 @@ from potluck.data.source import DataSource, HeldOut
 from potluck.devices import synchronize
 from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.checkpointing import check_position, restore_position, take_position
-from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LossFunction, add_up, looking, means_of
 from potluck.engine.group_plans import SyncPlans, WindowPlans
 from potluck.engine.means import CodedLinkMean, LinkMean
@@ -38,10 +37,9 @@ from potluck.engine.table import Outcome, RoundPlan, RoundWork, Took, Waits, Wor
 from potluck.engine.together import StepTogether
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import ONLY
-from potluck.errors import ConfigError, Interrupted, WorkerLost
+from potluck.errors import Interrupted, WorkerLost
 from potluck.events import EpochDone, WorkerStep
 from potluck.fleet.ledger import prove
-from potluck.link.grid import Nodes, make_nodes
 from potluck.link.link import Alone, Pending, Rows, loss_of_peer
 from potluck.save.parts import is_in_parts, whole_state
 from potluck.save.saves import Saves
@@ -62,25 +60,18 @@ class _Sums:
 
 
 class GroupTable:
-    looking: LookingWeights
-    """Once there is a replica."""
-    is_led = False
     is_replaying = False
     """Whether the step being applied was taken by others before this worker joined."""
 
     def __init__(self, run: RunParts, saves: Saves) -> None:
-        composed = run.composition
         self._run = run
         self._saves = saves
-        self.nodes: Nodes | None = None
         self._plans: SyncPlans | WindowPlans
-        if composed.window is None:
+        if run.nodes is None:
             self._plans = SyncPlans(run)
         else:
-            self.nodes = make_nodes(run.link, composed.stages * composed.node_size)
-            self._plans = windows = WindowPlans(run, self.nodes)
+            self._plans = windows = WindowPlans(run, run.nodes)
             run.kept.add("left", lambda tensors: windows.left(), lambda saved, tensors: self._stand(windows))
-        self._works: Works | None = None
         self._together: StepTogether | None = None
         self._alone: StepAlone | None = None
         self._moments: Moments | None = None
@@ -102,8 +93,6 @@ class GroupTable:
         """The folder that load() was given."""
         self._saved_last: tuple[Path, int] | None = None
         self.rank, self.world = run.link.rank, run.link.world
-        self.keeps_folder = self.rank == 0
-        """Whether this worker writes the run folder."""
         speaks = self.rank == 0 or ONLY in os.environ
         run.speak(speaks, say if speaks else lambda sentence: None)
 
@@ -115,25 +104,23 @@ class GroupTable:
         plans = self._plans
         if not isinstance(plans, WindowPlans):
             self._choose_from_here(replica)
-            self._works = Works(together, None)
-            return self._works
+            return Works(together, None)
         alone = self._alone = self._make_alone(replica, plans)
 
         def turn(is_together: bool) -> None:
             """Where replicas are split or cut, each steps with those who hold the same stage, and no others."""
-            assert self.nodes is not None
+            assert run.nodes is not None
             if is_together and run.link.world > 1:
                 replica.prepare_sums()
-            replica.step_with(run.link if is_together else self.nodes.within)
+            replica.step_with(run.link if is_together else run.nodes.within)
 
         if plans.may_step_together:
             replica.prepare_sums()
         both = (together, alone, turn) if plans.can_step_together else (None, alone)
-        self._works = Works(*both)
-        return self._works
+        return Works(*both)
 
     def _make_alone(self, replica: Replica, plans: WindowPlans) -> StepAlone:
-        run, nodes, policy = self._run, self.nodes, self._run.composition.window
+        run, nodes, policy = self._run, self._run.nodes, self._run.composition.window
         assert nodes is not None and policy is not None
         coding = self._coding = coding_of(run.composition.wire) if nodes.count > 1 else None
         mean = LinkMean(nodes.across) if coding is None else CodedLinkMean(nodes.across, coding)
@@ -172,9 +159,6 @@ class GroupTable:
     def a_pass(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def refuse_own_rows(self) -> NoReturn:
-        raise ConfigError("backward() takes the loss of a batch that the loader has given. Iterate over the loader.")
-
     # A round
 
     def plan(self) -> Waits[RoundPlan | None]:
@@ -195,26 +179,26 @@ class GroupTable:
 
     def parts_ways(self, plan: RoundPlan, micro: MicroBatch | None) -> bool:
         """Under Sync all have rows of every step, and come to its last micro-batch together."""
-        if self.nodes is not None:
+        if self._run.nodes is not None:
             return True
         return micro is not None and not micro.last
 
     def _sees_end(self, work: StepAlone, batches: float, rows: float) -> bool:
         """Whether the window's end is nearer than the middle of another batch; or whether all have done their parts."""
         plans = self._plans
-        assert isinstance(plans, WindowPlans) and plans.decision is not None and self.nodes is not None
+        assert isinstance(plans, WindowPlans) and plans.decision is not None and self._run.nodes is not None
         if plans.decision.until_s is not None:
             spent = time.perf_counter() - self._started
             return spent + 0.5 * spent / batches > plans.decision.until_s
-        node = self.nodes.number
+        node = self._run.nodes.number
         part = plans.decision.rows[node] * (NEARLY if plans.decision.spare[node] else 1)
         return rows >= part and self._own_part_done(plans).is_here()
 
     def _own_part_done(self, plans: WindowPlans) -> Rows:
         """Tells the others so, once in each window in which some may continue while others are not done."""
-        assert plans.decision is not None and self.nodes is not None
+        assert plans.decision is not None and self._run.nodes is not None
         if self._all_done is None:
-            among = self.nodes.across if any(plans.decision.spare) else Alone()
+            among = self._run.nodes.across if any(plans.decision.spare) else Alone()
             self._all_done = among.start_gather([1.0])
         return self._all_done
 
@@ -258,14 +242,14 @@ class GroupTable:
             samples=samples,
             loss=sum(r.loss_sum for r in reports) / samples if samples else math.nan,
             fault=fault_of(reports),
-            end=end if self.nodes is None else None,
+            end=end if run.nodes is None else None,
             own_samples=run.grid.own(reports).samples,
             stops=any(r.wants_stop for r in reports),
             workers=run.grid.worker_steps(reports, busy_s + wait_s),
         )
 
     def _agree_on_window(self, plan: RoundPlan) -> Waits[Outcome]:
-        run, work, plans, nodes = self._run, self._alone, self._plans, self.nodes
+        run, work, plans, nodes = self._run, self._alone, self._plans, self._run.nodes
         assert work is not None and isinstance(plans, WindowPlans) and nodes is not None
         mine = work.window._replace(
             busy_s=work.busy_s,
@@ -353,14 +337,9 @@ class GroupTable:
 
     def _stand(self, plans: WindowPlans) -> None:
         """The run was put elsewhere."""
-        if self._works is not None:
-            self._works.start_anew()
+        if self._run.replica is not None:
+            self._run.works.start_anew()
         plans.seek()
-
-    @property
-    def version(self) -> int:
-        """Agreements so far."""
-        return self._run.progress.at.version
 
     def _within(self, call: str) -> AbstractContextManager[None]:
         """A call that every worker must make: where some have not, the others say so."""
@@ -459,10 +438,6 @@ class GroupTable:
     def end_for_all(self) -> None:
         """The run ends here, though rows are left: all workers have found so."""
 
-    def as_agreed(self) -> AbstractContextManager[None]:
-        """The model as all agreed on it last."""
-        return nullcontext()
-
     def last_words(self) -> str:
         """Where the run stands when it is stopped."""
         return f"Stopped after step {self._run.progress.step_number}."
@@ -470,16 +445,14 @@ class GroupTable:
     def request_stop(self) -> None:
         self._run.progress.ask_to_stop()
 
-    def seed_random(self, seed: int) -> None:
-        self._run.seed_random(seed)
-
     def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         with self._within("fleet.evaluate()"):
             self._run.link.note_call()  # a split model's forward asks other ranks before anything else here does
-            return self._evaluate(loss_of, looked_at)
+            self.settle()
+            with self._run.looking.in_place():
+                return self._evaluate(loss_of, looked_at)
 
     def _evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
-        self.settle()
         run, pipelines = self._run, self._run.grid.pipelines
         replica, rows = run.prepared(), looked_at.rows
         shares = run.composition.shares or (1.0,) * pipelines
@@ -508,7 +481,7 @@ class GroupTable:
             run.keeper.on_saved()
 
     def state_dict(self) -> dict[str, Any]:
-        run, looking = self._run, self.looking
+        run, looking = self._run, self._run.looking
         with self._within("fleet.state_dict()"):
             if is_in_parts(run.prepared()) or run.composition.window is not None or looking:
                 run.link.meet("fleet.state_dict()", run.notice)

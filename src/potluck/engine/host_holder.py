@@ -15,11 +15,10 @@ import torch
 
 from potluck.agree.records import Position
 from potluck.engine.checkpointing import check_position, restore_position, take_position
-from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import LookSums
 from potluck.engine.run_parts import RunParts
 from potluck.engine.state_transfer import StateTransfer
-from potluck.engine.table import Waits, Works
+from potluck.engine.table import Waits
 from potluck.fleet.description import Description
 from potluck.fleet.holder import ConnectionLost, Looked
 from potluck.fleet.listener import Listener, Means
@@ -64,8 +63,6 @@ class Averaging:
 
 
 class HostHolder:
-    works: Works
-    """Once there is a replica."""
     description: Description
     """Once there is a loader."""
 
@@ -82,9 +79,6 @@ class HostHolder:
         """Evaluates rows, while all evaluate some."""
         self._glance: torch.Tensor | None = None
         """The quick digest of the weights when the host was last told their digest."""
-
-    def begin(self, works: Works, looking: LookingWeights) -> None:
-        self.works, self._looking = works, looking
 
     def close(self) -> None:
         """Closes the connection, and removes what was on its way."""
@@ -145,20 +139,22 @@ class HostHolder:
         return described
 
     def digest(self) -> str:
-        digest, self._glance = self.works.now.hash_weights()
+        digest, self._glance = self.run.prepared().hash_weights(*self.run.works.now.agreed())
         return digest
 
     def is_changed(self) -> bool:
-        return self._glance is None or not torch.equal(self.works.now.quick_digest(), self._glance)
+        if self._glance is None:
+            return True
+        return not torch.equal(self.run.prepared().quick_digest(*self.run.works.now.agreed()), self._glance)
 
     def applied_message(self, version: int, digest: str, norm: float, fault: str) -> Applied:
-        return Applied(version, digest, self.run.rates.now, norm, fault, self.works.now.drift)
+        return Applied(version, digest, self.run.rates.now, norm, fault, self.run.works.now.drift)
 
     def stand_at(self, position: Position) -> None:
         self.run.progress.seek(position)
 
     def forget(self) -> None:
-        self.works.now.forget()
+        self.run.works.now.forget()
         self.run.prepared().remember_buffers()  # the loop may yet run a forward of what it was given
 
     def stop(self) -> None:
@@ -195,7 +191,7 @@ class HostHolder:
         standing = self._saves.load(folder, run.prepared(), partial(check_position, run))
         assert standing is not None and run.loader is not None
         run.link.gather_rows([0.0])  # until all ranks have read it
-        self.works.start_anew()
+        run.works.start_anew()
         run.prepared().remember_buffers()
         self.was_moved |= standing["epoch"] != run.loader.position.epoch
         restore_position(run, standing)
@@ -209,7 +205,7 @@ class HostHolder:
     def _snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""
         run = self.run
-        with self._looking.aside(), self.works.now.as_agreed():
+        with run.looking.aside(), run.works.now.as_agreed():
             standing, kept = take_position(run)
             write = self._saves.take(folder, run.prepared(), standing, kept, with_randoms=False)
             self.member.check_weights()

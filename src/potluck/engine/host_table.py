@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from potluck.data.rows import arrived, read_batch
 from potluck.data.source import DataSource, HeldOut
 from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LookSums, LossFunction, add_up, looking, means_of
 from potluck.engine.host_holder import HostHolder
 from potluck.engine.means import HostMean
@@ -51,7 +50,6 @@ from potluck.fleet.gathering import MOST_BYTES
 from potluck.fleet.listener import Listener, Means
 from potluck.fleet.member import overflow_of
 from potluck.fleet.tree import sized_rows, slice_rows
-from potluck.link.grid import Nodes
 from potluck.save.parts import saved_part, whole_state
 from potluck.signals import is_taken_back, on_interrupt
 from potluck.tensor_bytes import join_bytes, split_bytes
@@ -65,14 +63,7 @@ if TYPE_CHECKING:
 
 
 class HostTable:
-    is_led = True
-    keeps_folder = False
     has_fixed_shares = True
-    nodes: Nodes | None = None
-    works: Works
-    """Compute this worker's part, once there is a replica."""
-    looking: LookingWeights
-    """Once there is a replica."""
 
     def __init__(self, run: RunParts, listener: Listener) -> None:
         self.run = run
@@ -104,11 +95,6 @@ class HostTable:
     # Preparing
 
     def begin(self, replica: Replica) -> Works:
-        self.works = self._make_works(replica)
-        self.holder.begin(self.works, self.looking)
-        return self.works
-
-    def _make_works(self, replica: Replica) -> Works:
         window, collect = self.run.composition.window, self._collector(replica)
         room = self._sender.make_room(replica.model) if collect is None else None
         if window is None:
@@ -216,9 +202,6 @@ class HostTable:
             yield
             if run.progress.stopping and loader.position.row < loader.rows:
                 self.end_early(None)
-
-    def refuse_own_rows(self) -> NoReturn:
-        raise ConfigError("Under a host, batches come from the loader that prepare() gave. Iterate over that.")
 
     # A round
 
@@ -378,9 +361,6 @@ class HostTable:
         if run.progress.wants_stop and not run.progress.stopping:
             yield from self.member.leave()
 
-    def settle(self) -> None:
-        """Nothing to do: as_agreed() has what was agreed on last."""
-
     # Where this worker is among the others
 
     @property
@@ -397,11 +377,6 @@ class HostTable:
         """All that take part in an agreement hear the same list of ids, in order of rank, the leader's first."""
         if self.client.worker_id in ids:
             self._place, self._places = ids.index(self.client.worker_id), len(ids)
-
-    @property
-    def version(self) -> int:
-        """Agreements so far, which is what the host calls a step; under Sync all take each of them together."""
-        return self.member.version
 
     @property
     def is_replaying(self) -> bool:
@@ -477,9 +452,6 @@ class HostTable:
     def end_for_all(self) -> None:
         self.member.ends_for_all = True
 
-    def as_agreed(self) -> AbstractContextManager[None]:
-        return self.works.now.as_agreed()
-
     def last_words(self) -> str:
         saves, step = self.member.saves, self.run.progress.step_number
         fault = saves.failed.error if saves.failed.step > saves.kept.step else ""
@@ -497,9 +469,6 @@ class HostTable:
     def _on_stop(self) -> None:
         self.run.progress.ask_to_stop()
         self.member.wants_stop = why_leaving(TAKEN_BACK if is_taken_back() else "asked to stop")
-
-    def seed_random(self, seed: int) -> None:
-        """Work that is handed out draws its own numbers: nothing to do."""
 
     # Looking, saving
 
@@ -526,7 +495,7 @@ class HostTable:
             return add_up(link.gather_bytes(total.to_bytes()))
 
         has_part = not (self.is_replaying or self._has_left or (run.progress.stopping and self._is_over))
-        with self.works.now.as_agreed(), looking(replica.model):
+        with run.looking.in_place(), run.works.now.as_agreed(), looking(replica.model):
             found = None
             if has_part:
                 size = min(len(rows), max(1, looked_at.batch_size))
@@ -558,7 +527,7 @@ class HostTable:
         drive(self._save(keep_last))
 
     def _save(self, keep_last: int) -> Waits[None]:
-        if self.version and self.member.saves.due >= self.version:
+        if 0 < self.member.version <= self.member.saves.due:
             return  # it is asked for, or kept: a window has many steps and one agreement, and the end is kept anyway
         # A worker that has just caught up with the end would leave before it is saved, and end the run for all.
         is_past = self.is_replaying and not self.run.progress.is_at_the_end
@@ -568,8 +537,9 @@ class HostTable:
     def state_dict(self) -> dict[str, Any]:
         """On the worker that speaks for all; where several ranks are one worker, on the first of its."""
         self.join()
-        with self.works.now.as_agreed(), self.looking.in_place():
-            found = whole_state(self.run.link, self.run.prepared(), self.run.names)
+        run = self.run
+        with run.works.now.as_agreed(), run.looking.in_place():
+            found = whole_state(run.link, run.prepared(), run.names)
         return found if self.rank == 0 else {}
 
     def _keep(self) -> Waits[None]:
@@ -583,7 +553,7 @@ class HostTable:
     def load(self, folder: Path) -> bool:
         """Whether the run that was joined is past its beginning; its weights are here then."""
         self.join()
-        return self.version > 0
+        return self.member.version > 0
 
     def wait_for_saves(self) -> None:
         """Waits until the host has the last checkpoint on its disk, however often it has to try."""

@@ -21,7 +21,7 @@ from potluck.agree.step_report import StepDecision
 from potluck.data.plan import MicroBatch
 from potluck.engine.evaluate import STEP_TOO_EARLY, check_mean
 from potluck.engine.run_parts import RunParts
-from potluck.engine.table import Give, Outcome, RoundPlan, Table, Wait, Waits, Works
+from potluck.engine.table import Give, Outcome, RoundPlan, Table, Wait, Waits
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import StepDone, StepSkipped, WorkerStep
 from potluck.words import duration
@@ -42,7 +42,6 @@ class Round:
     def __init__(self, run: RunParts, table: Table) -> None:
         self._run = run
         self._table = table
-        self._works: Works | None = None
         self._story: Story | None = None
         self._open: Give | None = None
         """What was given last, until step() has ended it."""
@@ -54,9 +53,6 @@ class Round:
 
         self._waiting: tuple[Wait, float] | None = None
         """The Wait that the story stands at, and since when."""
-
-    def begin(self, works: Works) -> None:
-        self._works = works
         own = weakref.ref(self)  # what tells of it must not keep a model in memory
 
         def tell() -> Told:
@@ -72,16 +68,10 @@ class Round:
         what = (type(wait).__doc__ or type(wait).__name__).splitlines()[0].rstrip(".")
         return "", [f"For {duration(time.monotonic() - since)} the round has waited for: {what}."]
 
-    @property
-    def works(self) -> Works:
-        if self._works is None:
-            raise ConfigError("Call prepare(model, optimizer, ...) first.")
-        return self._works
-
     # The story
 
     def _rest_of_epoch(self) -> Story:
-        table, works, loader = self._table, self.works, self._run.loader
+        table, works, loader = self._table, self._run.works, self._run.loader
         while (plan := (yield from table.plan())) is not None:
             answer: RoundPlan | Outcome | None = plan
             word: StepDone | StepSkipped | None = None
@@ -114,7 +104,7 @@ class Round:
     def _commit(self, outcome: Outcome) -> Waits[StepDone | StepSkipped]:
         """All have agreed: each applies the same, and stands where the others do."""
         run, table = self._run, self._table
-        work = self.works.of(is_together=outcome.is_together)  # one that was given nothing learns the kind here
+        work = run.works.of(is_together=outcome.is_together)  # one that was given nothing learns the kind here
         steps_before = run.progress.at.step
         if outcome.skipped:
             run.progress.skipped_steps(outcome.skipped, outcome.skipped_rows)
@@ -168,7 +158,7 @@ class Round:
 
     def _refuse_without_step(self, micro: MicroBatch | None) -> None:
         """A forgotten step() would leave the other workers waiting for this one's gradients."""
-        if micro is None or self._plan is None or self._is_void or not (micro.last or self.works.now.ends_each):
+        if micro is None or self._plan is None or self._is_void or not (micro.last or self._run.works.now.ends_each):
             return
         turn, each = " for one optimizer's turn", ": with several optimizers each batch comes once for each"
         several = self._run.turns.count > 1
@@ -183,13 +173,16 @@ class Round:
         if self._open is None and self._run.loader is None:
             self._open = self._advance(Give)  # the loop brings batches of its own: the step begins with the first
         if self._open is None:
-            self._table.refuse_own_rows()
+            raise ConfigError(
+                "backward() takes the loss of a batch that the loader has given. Iterate over the loader that prepare()"
+                " gave."
+            )
         if self._is_void:  # these rows are to do again, here or elsewhere; step() ends them
             self._run.step.stand_in.close()
             return
         loader = self._run.loader
         micro = loader.current if loader is not None else None
-        self.works.now.backward(micro, loss, samples, last)
+        self._run.works.now.backward(micro, loss, samples, last)
 
     def step(self) -> StepDone | StepSkipped | None:
         """Too early is an error; twice does nothing."""
@@ -199,7 +192,7 @@ class Round:
             if loader is None:
                 raise ConfigError(STEP_TOO_EARLY)
             return None
-        work, micro = self.works.now, loader.current if loader is not None else None
+        work, micro = run.works.now, loader.current if loader is not None else None
         if not self._is_void and not work.is_ready(micro):
             is_owed = run.step.tally.is_untouched if micro is None else micro.last or work.ends_each
             if is_owed and (micro is None or micro is not run.step.trained):

@@ -21,6 +21,7 @@ from potluck.data.fingerprint import fingerprint
 from potluck.data.loader import Loader
 from potluck.data.rows import FetchOptions, mix, seed_everything
 from potluck.engine.checkpointing import Kept
+from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.frozen_base import FrozenBase
 from potluck.engine.handle import Loop
 from potluck.engine.open_step import OpenStep
@@ -31,7 +32,7 @@ from potluck.engine.scheduled import Rates, Scheduled
 from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError, Diverged, Interrupted
 from potluck.events import EventLog, Noticed, StepDone, StepSkipped
-from potluck.link.grid import make_grid, whole_grid
+from potluck.link.grid import Nodes, make_grid, make_nodes, whole_grid
 from potluck.link.link import Link
 from potluck.save.checkpoint_folder import BEST
 from potluck.save.state import UserState
@@ -39,9 +40,15 @@ from potluck.words import say
 
 if TYPE_CHECKING:
     from potluck.engine.store_keeper import StoreKeeper
+    from potluck.engine.table import Works
 
 
 class RunParts:
+    works: "Works"
+    """Compute this worker's part of each round, once there is a replica."""
+    looking: LookingWeights
+    """The weights for looking, once there is a replica."""
+
     def __init__(
         self, link: Link, device: torch.device, config: StepConfig, wanted: Wanted, composition: Composition
     ) -> None:
@@ -54,6 +61,11 @@ class RunParts:
         make = whole_grid if wanted.stages is None else partial(make_grid, workers=composition.stages)
         self.grid = make(link, each=composition.node_size)
         """The grid: which worker holds which stage, for whose rows."""
+        self.nodes: Nodes | None = None
+        """In a group whose replicas step by themselves: the ranks of ours, and of the others those who hold what we
+        do."""
+        if composition.window is not None and not wanted.has_host:
+            self.nodes = make_nodes(link, composition.stages * composition.node_size)
         self.speaks = False
         """Whether this worker shows the run to a person."""
         self.say: Callable[[str], None] = say
@@ -97,6 +109,10 @@ class RunParts:
         self.kept.add("loss_scale", lambda tensors: scale.standing(), lambda saved, tensors: scale.restore(saved))
         self.kept.add("kept", self.state.save, self.state.load)
         self.kept.add(BEST, lambda tensors: self._best_loss())
+
+    def begin(self, replica: Replica) -> None:
+        """The replica is complete."""
+        self.replica, self.looking = replica, LookingWeights(replica)
 
     def prepared(self) -> Replica:
         if self.replica is None:

@@ -1,7 +1,7 @@
 """SliceSteps: a worker's slices of a step that all take together, computed one by one, and sent as their sums."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from potluck.data.plan import BatchConfig, MicroBatch, plan_step
 from potluck.data.rows import mix
 from potluck.engine.host_holder import HostHolder
 from potluck.engine.part_sender import PartSender
-from potluck.engine.replica import Replica
+from potluck.engine.replica import Agreed, Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.slices import Gradients, SliceSums
 from potluck.engine.table import Give, Outcome, RoundPlan
@@ -176,11 +176,8 @@ class SliceSteps:
     def as_agreed(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def hash_weights(self) -> tuple[str, Tensor]:
-        return self._replica.hash_weights({}, self.sums.agreed_buffers)
-
-    def quick_digest(self) -> Tensor:
-        return self._replica.quick_digest({}, self.sums.agreed_buffers)
+    def agreed(self) -> tuple[Agreed, Sequence[Tensor]]:
+        return {}, self.sums.agreed_buffers
 
     def start_anew(self) -> None:
         self.sums.start_anew()

@@ -5,7 +5,7 @@ What may take long is a generator that yields each Wait: so the story of a run (
 the same story runs over sockets, over a link and on a virtual clock.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,10 @@ from potluck.agree.step_report import StepDecision
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, MicroBatch
 from potluck.data.source import DataSource, HeldOut
-from potluck.engine.eval_weights import LookingWeights
 from potluck.engine.evaluate import Figures, LossFunction
-from potluck.engine.replica import Replica
+from potluck.engine.replica import Agreed, Replica
 from potluck.events import EpochDone, StepSkipped, WorkerStep
 from potluck.fleet.tree import Node
-from potluck.link.grid import Nodes
 
 T = TypeVar("T")
 
@@ -163,10 +161,8 @@ class RoundWork(Protocol):
     def apply(self, outcome: Outcome) -> StepDecision:
         """A step along the mean gradient, or the mean change; or neither, and why."""
 
-    def hash_weights(self) -> tuple[str, Tensor]:
-        """The digest, and the quick digest, of what all workers agreed on last, as it is in this worker's memory."""
-
-    def quick_digest(self) -> Tensor: ...
+    def agreed(self) -> tuple[Agreed, Sequence[Tensor]]:
+        """Parameters and buffers that all workers agreed on last, as they are in this worker's memory."""
 
     def as_agreed(self) -> AbstractContextManager[None]:
         """The model as all agreed on it last, also in the middle of the round."""
@@ -182,24 +178,9 @@ class Table(Protocol):
     """The calls that a run makes to where its replicas meet. All but plan(), agree() and applied() are made between two
     of those, also from callbacks, and never while another part of a story waits."""
 
-    looking: LookingWeights
-    """The weights for looking, once there is a replica."""
-
-    @property
-    def is_led(self) -> bool:
-        """Whether a host leads this worker: it keeps the run's folder, and hands out the work."""
-
-    @property
-    def keeps_folder(self) -> bool:
-        """Whether this worker writes the run folder."""
-
     @property
     def has_fixed_shares(self) -> bool:
         """Whether each pipeline's part of a batch stays as it was at first."""
-
-    @property
-    def nodes(self) -> Nodes | None:
-        """Where replicas step by themselves: the ranks of ours, and of the others those who hold what we do."""
 
     @property
     def rank(self) -> int:
@@ -208,10 +189,6 @@ class Table(Protocol):
     @property
     def world(self) -> int:
         """How many workers there are."""
-
-    @property
-    def version(self) -> int:
-        """Agreements so far."""
 
     @property
     def is_replaying(self) -> bool:
@@ -248,15 +225,6 @@ class Table(Protocol):
     def parts_ways(self, plan: RoundPlan, micro: MicroBatch | None) -> bool:
         """Whether the others may be elsewhere in this round than this worker, which has come to this micro-batch."""
 
-    def refuse_own_rows(self) -> NoReturn:
-        """backward() was called where no rows were given."""
-
-    def settle(self) -> None:
-        """All replicas are equal after this. Called on every worker alike."""
-
-    def as_agreed(self) -> AbstractContextManager[None]:
-        """The model as all agreed on it last."""
-
     # Between rounds
 
     def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures: ...
@@ -271,8 +239,6 @@ class Table(Protocol):
     def load(self, folder: Path) -> bool: ...
 
     def wait_for_saves(self) -> None: ...
-
-    def seed_random(self, seed: int) -> None: ...
 
     # The beginning and the end
 

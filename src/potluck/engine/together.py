@@ -4,6 +4,7 @@ Gradients are summed over a link while the backward still runs. slice_steps.py i
 """
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,7 +14,7 @@ from potluck.agree.records import Report
 from potluck.agree.step_report import StepDecision, decide_sum
 from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
-from potluck.engine.replica import Replica
+from potluck.engine.replica import Agreed, Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan
 from potluck.events import StepSkipped
@@ -138,11 +139,8 @@ class StepTogether:
     def as_agreed(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def hash_weights(self) -> tuple[str, Tensor]:
-        return self._replica.hash_weights({}, ())
-
-    def quick_digest(self) -> Tensor:
-        return self._replica.quick_digest({}, ())
+    def agreed(self) -> tuple[Agreed, Sequence[Tensor]]:
+        return {}, ()
 
     def forget(self) -> None:
         self._micros = []
