@@ -64,6 +64,8 @@ class RunStarted(Event):
     """Name of the first worker's device, such as NVIDIA H200; empty: not told."""
     flops_per_sample: float = 0.0
     """Floating-point operations that a sample costs, forward and backward; 0: not known."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the optimizer and of each step by name, and `arguments`: the script's, with secrets left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,13 @@
 """Sentences for a person, and numbers in them: counts, bytes, durations; and numbers that are refused."""
 
+import re
+import shlex
 import sys
 from collections.abc import Sequence
+
+_SECRET = re.compile(r"(?:^|[-_.])(?:token|secret|password|passwd|credentials?|key)$", re.IGNORECASE)
+"""The end of an option's name, if what follows is a secret."""
+_SECRET_VALUE = re.compile(r"potluck://|://[^/]*@")
 
 
 def say(sentence: str) -> None:
@@ -18,6 +24,23 @@ def first_line(error: BaseException) -> str:
 def printable(text: str) -> str:
     """Leave out what a terminal would obey."""
     return "".join(letter for letter in text if letter.isprintable() or letter == "\n")
+
+
+def shown_arguments(arguments: Sequence[str]) -> str:
+    """Write a script's arguments as one types them. What looks like a secret becomes three dots."""
+    shown: list[str] = []
+    hides_next = False
+    for word in arguments:
+        name, is_joined, _ = word.partition("=")
+        is_option, names_secret = word.startswith("-"), _SECRET.search(name) is not None
+        if is_joined and names_secret:
+            shown.append(f"{name}=...")
+        elif _SECRET_VALUE.search(word) or (hides_next and not is_option):
+            shown.append("...")
+        else:
+            shown.append(shlex.quote(word))
+        hides_next = is_option and names_secret and not is_joined
+    return " ".join(shown)
 
 
 def plural(number: int, noun: str) -> str:

@@ -6,20 +6,23 @@ import random
 from pathlib import Path
 from typing import Any
 
+from potluck.page.beside import MOST_LINES, TAIL_BYTES
 from potluck.page.fold import MOST_EPOCHS, MOST_GONE, MOST_LOOKS, MOST_STORY, MOST_WORKERS, Fold
 from potluck.page.metrics import exposition
 from potluck.page.peaks import peak_of
 from potluck.page.reader import LONGEST_LINE, RunReader, now_record
 from potluck.page.series import MOST_CELLS, MOST_POINTS
 from potluck.page.server import _as_json
-from potluck.page.view import Viewer, head_of, rows_of
+from potluck.page.view import MOST_OF_SETTING, MOST_SETTINGS, Viewer, head_of, rows_of
+from potluck.show.output import OutputFile, OutputLine
 
 START = 1_790_000_000.0
 
 
 def started(**more: Any) -> dict[str, Any]:
     told = {"name": "a", "folder": "runs/a", "workers": 2, "device": "cpu", "parameters": 1000, "unit": "tokens"}
-    return {"event": "run_started", "time": START, **told, "batch_size": 8, "steps_total": 0, "from_step": 0, **more}
+    told |= {"batch_size": 8, "steps_total": 0, "from_step": 0, "settings": {}}
+    return {"event": "run_started", "time": START, **told, **more}
 
 
 def step(number: int, workers: int = 2, *, loss: float | str = 1.0, at: float | None = None) -> dict[str, Any]:
@@ -106,8 +109,40 @@ def test_a_thousand_workers_and_many_events_stay_small() -> None:
         fold.take(
             {"event": "worker_went", "time": START, "worker": 5000 + number, "name": "x", "reason": "", "polite": 1}
         )
-    assert len(fold.story) == MOST_STORY and len(fold.looks) <= MOST_LOOKS
+    assert len(fold.story()) <= sum(MOST_STORY.values()) and len(fold.looks) <= MOST_LOOKS
     assert sum(not row.is_in for row in fold.workers.values()) <= MOST_GONE
+
+
+def test_a_killed_worker_and_a_save_stay_told_under_a_thousand_decisions() -> None:
+    went = {"event": "worker_went", "time": START, "worker": 1, "name": "w1", "reason": "killed", "polite": False}
+    saved = {"event": "checkpoint_saved", "time": START, "step": 1, "folder": "a/step-1", "bytes": 9, "stall_s": 0.0}
+    fold, viewer = folded(started(), step(1), went | {"workers": 1}, saved), Viewer()
+    viewer.update(fold, {}, {})
+    for number in range(1000):
+        names = f"w{'abcdefghij'[number % 10]}{'abcdefghij'[number // 10 % 10]}"
+        fold.take({"event": "decided", "time": START, "step": 2, "rows": [4, 4], "reason": f"{names} is the slowest."})
+        fold.take({"event": "noticed", "time": START, "sentence": f"{names} was noticed."})
+    told = fold.story()
+    assert [each[0] for each in told] == sorted(each[0] for each in told)
+    groups = {group: [each for each in told if each[3] == group] for group in MOST_STORY}
+    assert "w1 is lost" in groups["workers"][0][5] and "a/step-1" in groups["saves"][0][5]
+    assert len(groups["decisions"]) == MOST_STORY["decisions"] and len(groups["run"]) == MOST_STORY["run"]
+    assert {each[3] for each in viewer.update(fold, {}, {})["story"]} == {"decisions", "run"}
+
+
+def test_settings_are_told_by_name_and_however_many_a_host_tells_few_are_kept() -> None:
+    fold = folded(started(settings={"optimizer": "AdamW", "optimizer.lr": 0.1, "amsgrad": False, "fit": {"epochs": 3}}))
+    assert view(fold)["run"]["settings"] == {
+        "optimizer": "AdamW",
+        "optimizer.lr": "0.1",
+        "amsgrad": "false",
+        "fit.epochs": "3",
+    }
+    long = "x" * 5000
+    deep = {f"{number}{long}": {f"{each}": [long] * 3 for each in range(40)} for number in range(30)}
+    many = view(folded(started(settings=deep)))["run"]["settings"]
+    assert len(many) <= MOST_SETTINGS and len(json.dumps(many)) < 4 * MOST_SETTINGS * MOST_OF_SETTING
+    assert folded(started(), started(settings=7)).run["settings"] == {}
 
 
 def test_whatever_a_hostile_host_tells_a_watcher_keeps_little_of_it() -> None:
@@ -149,6 +184,61 @@ def test_a_line_that_is_too_long_is_passed_over_and_the_next_is_read(tmp_path: P
         assert len(reader._rest) <= LONGEST_LINE + 1
     assert [point.last for point in reader.fold.series.points] == [2]
     reader.close()
+
+
+def test_what_a_script_prints_is_followed_line_by_line_also_into_another_file(tmp_path: Path) -> None:
+    def line(number: int) -> OutputLine:
+        return OutputLine(START + number, "host-worker-0", f"epoch {number}")
+
+    file, reader, viewer = OutputFile(tmp_path, most_bytes=2000), RunReader(tmp_path), Viewer()
+    reader.read_on()
+    told: list[Any] = []
+    for number in range(100):
+        file.write(line(number))
+        if number % 7 == 0 or number == 99:  # now and then several lines, and the file has changed
+            reader.read_on()
+            assert reader.output is not None
+            told += viewer.new_lines(reader.output.lines)
+    assert (tmp_path / "output.1.log").exists()
+    assert [each[1:] for each in told] == [[START + n, "host-worker-0", f"epoch {n}"] for n in range(100)]
+    with (tmp_path / "output.log").open("a") as half:
+        half.write("2026-11-18T23:40:12.123Z host-worker-0 half")
+    reader.read_on()
+    assert reader.output is not None and viewer.new_lines(reader.output.lines) == []
+    file.close()
+    reader.close()
+
+
+def test_of_a_script_that_prints_and_prints_the_newest_lines_are_kept(tmp_path: Path) -> None:
+    lines = [OutputLine(START, "w", "x" * 50 + str(number)).written() for number in range(20_000)]
+    long = OutputLine(START, "w", "y" * 3 * TAIL_BYTES).written()
+    (tmp_path / "output.log").write_text("".join(lines))
+    reader = RunReader(tmp_path)
+    reader.read_on()
+    assert reader.output is not None and len(reader.output.lines) == MOST_LINES
+    assert [each[3] for each in reader.output.lines] == ["x" * 50 + str(n) for n in range(20_000 - MOST_LINES, 20_000)]
+    with (tmp_path / "output.log").open("a") as file:
+        file.write(long + lines[0])
+    for _ in range(5):
+        reader.read_on()
+        assert len(reader.output._rest) <= TAIL_BYTES
+    assert reader.output.lines[-1][3] == "x" * 50 + "0" and all(len(each[3]) <= 1000 for each in reader.output.lines)
+    reader.close()
+
+
+def test_the_recipe_of_a_run_folder_is_read_as_settings_and_a_broken_one_is_none(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(json.dumps(started()) + "\n")
+    for recipe, settings in (
+        ('name = "a"\n[fit]\nepochs = 3\nclip = true\n', {"name": "a", "fit.epochs": "3", "fit.clip": "true"}),
+        ("name = [", {}),
+        ("x = 1\n" * (1 << 15), {}),
+        ("\n".join(f"x{number} = '{'y' * 90}'" for number in range(3000)), {}),
+    ):
+        (tmp_path / "run.toml").write_text(recipe)
+        reader = RunReader(tmp_path)
+        reader.read_on()
+        assert reader.recipe == settings
+        reader.close()
 
 
 def test_steps_that_are_done_again_take_the_place_of_those_before() -> None:

@@ -22,6 +22,7 @@ from potluck.fleet.invite import Identity, client_context
 from potluck.page.access import Access, can_tell_owners, owner_of
 from potluck.page.start import PageProcess, fingerprint_of, start_page
 from potluck.page.where import PageSettings, page_address
+from potluck.show.output import OutputFile, OutputLine
 from potluck.waiting import wait_until
 from tests.unit.test_page_fold import START, started, step
 
@@ -95,7 +96,7 @@ def test_the_page_is_small_names_nobody_else_and_lets_nothing_else_in(page: Page
         assert headers["Content-Security-Policy"].startswith("default-src 'self'")
         assert not re.search(r"https?://(?!www\.w3\.org)", text)
         assert "style=" not in text and "onclick" not in text  # the policy would refuse them
-    assert size < 60_000
+    assert size < 100_000
     assert page.settings.link == f"http://127.0.0.1:{port}/"
 
 
@@ -109,6 +110,37 @@ def test_what_is_new_in_the_folder_reaches_whoever_looks(page: PageProcess, run:
         news = next(message for message in told if "series" in message)
         assert news["series"]["start"] == 1 and news["series"]["points"][-1][9] == 3
         assert "run" not in news and "looks" not in news
+
+
+def test_a_run_beside_is_told_with_its_curves_and_nothing_that_it_did(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+        append(folder, started(name=folder.name), step(1))
+    (second / "run.toml").write_text("epochs = 3")
+    wanted = PageSettings(folder=first, beside=second, keeps_place=False)
+    with paged(wanted) as page, stream(page.settings.port) as told:
+        other: dict[str, Any] = {}
+        while not other.get("series"):
+            other |= next(told).get("other", {})
+        assert other["run"]["name"] == "second" and other["recipe"] == {"epochs": "3"}
+        append(second, step(2))
+        news = next(message["other"] for message in told if "other" in message)
+        assert news["series"]["points"][-1][9] == 2 and news["head"]["step"] == 2
+        assert {*other, *news} == {"reset", "run", "head", "looks", "series", "recipe"}
+
+
+def test_what_a_script_prints_reaches_whoever_looks(tmp_path: Path) -> None:
+    append(tmp_path, started())
+    output = OutputFile(tmp_path)
+    output.write(OutputLine(START, "host-worker-0", "<b>epoch 1</b>"))
+    with paged(PageSettings(folder=tmp_path, keeps_place=False)) as page, stream(page.settings.port) as told:
+        assert next(message["output"] for message in told if "output" in message) == [
+            [1, START, "host-worker-0", "<b>epoch 1</b>"]
+        ]
+        output.write(OutputLine(START + 1, "host-worker-0", "epoch 2"))
+        assert next(message["output"] for message in told if "output" in message)[0][0] == 2
+    output.close()
 
 
 def test_prometheus_gets_its_figures(page: PageProcess) -> None:

@@ -30,6 +30,7 @@ from potluck.wire.messages import (
     Welcome,
 )
 from potluck.wire.words import clean, clean_all, heard
+from potluck.words import shown_arguments
 from tests.fleet.fleet import Fleet, wait_until
 from tests.unit.test_journal import DESCRIBED
 
@@ -130,3 +131,9 @@ def test_a_name_with_brackets_is_shown_as_it_is(name: str) -> None:
     finally:
         progress.close()
     assert name in out.getvalue()
+
+
+def test_secrets_in_a_scripts_arguments_are_not_shown() -> None:
+    words = ["train.py", "--epochs", "12", "--api-key", "abc", "--hf-token=def", "a b", "--max-tokens", "5", "--key"]
+    shown = shown_arguments([*words, "--quiet", "https://me:word@example.org/", "potluck://1.2.3.4:5/secret.pin"])
+    assert shown == "train.py --epochs 12 --api-key ... --hf-token=... 'a b' --max-tokens 5 --key --quiet ... ..."

@@ -21,12 +21,14 @@ class WatchRun:
 
     what: Annotated[tyro.conf.Positional[str], option("RUN|INVITE")]
     """A run folder; or the line that `potluck host` printed, or its file."""
+    beside: Annotated[tyro.conf.Positional[str | None], option("[RUN]", default="none")] = None
+    """The folder of another run: its curves are drawn over those of the first."""
     page: Page = None
 
     def __call__(self) -> int:
         from potluck.launch.watch import watch
 
-        return watch(self.what, self.page)
+        return watch(self.what, self.page, self.beside)
 
 
 @dataclass

@@ -57,7 +57,7 @@ from potluck.show.progress import Progress
 from potluck.signals import Interrupts
 from potluck.trackers.reporter import Tracking
 from potluck.waiting import wait_until
-from potluck.words import duration, plural, say
+from potluck.words import duration, plural, say, shown_arguments
 
 LOCAL = "host-worker-"
 """Names of workers that end with the host."""
@@ -329,8 +329,13 @@ class _Host:
                 policy=description.policy,
                 wire=description.wire,
                 flops_per_sample=_figure(details.get("flops_per_sample")),
+                settings=description.training | self._arguments(),
             )
         )
+
+    def _arguments(self) -> dict[str, str]:
+        """Return the script and its arguments; of a recipe, run.toml says more."""
+        return {} if self.args.recipe else {"arguments": shown_arguments(self.args.command)}
 
     def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """Say which settings are not as they were when the host was stopped: that is allowed."""

@@ -18,8 +18,8 @@ from potluck.page.where import PageSettings, page_address
 from potluck.system import HAS_GROUPS
 
 
-def watch(what: str, page: str | None) -> int:
-    """`what`: a run folder, an invite, a file that holds one, or - to read it."""
+def watch(what: str, page: str | None, beside: str | None = None) -> int:
+    """`what`: a run folder, an invite, a file that holds one, or - to read it. `beside`: the folder of another run."""
     address = page_address(page if page is not None else "on")
     if address is None:
         raise ConfigError("potluck watch is nothing but a page: leave out --page off, or name a port.")
@@ -27,17 +27,18 @@ def watch(what: str, page: str | None) -> int:
     is_folder = folder.is_dir()
     with ExitStack() as stack:
         aside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="potluck-watch-")))
-        if is_folder:
-            if not (folder / EVENTS).exists():
-                raise ConfigError(f"There is no run in {folder}: it has no {EVENTS}.")
-        else:
+        for shown in (folder if is_folder else None, Path(beside) if beside else None):
+            if shown is not None and not (shown / EVENTS).exists():
+                raise ConfigError(f"There is no run in {shown}: it has no {EVENTS}.")
+        if not is_folder:
             folder = aside / "run"
             folder.mkdir(mode=0o700)
             remote = _remote(what, folder)
             stack.callback(remote.close)
         identity = folder / "identity" if (folder / "identity").is_dir() else aside / "identity"
         invite = folder / "invite" if is_folder else None
-        wanted = PageSettings(folder=folder, invite=invite, identity=identity, keeps_place=False)
+        other = Path(beside) if beside else None
+        wanted = PageSettings(folder=folder, beside=other, invite=invite, identity=identity, keeps_place=False)
         try:
             listener, settings = prepare_page(address, wanted)
         except OSError as error:

@@ -16,8 +16,14 @@ from potluck.page.peaks import peak_of
 from potluck.page.series import MOST_CELLS, MOST_POINTS, Cell, Point, Series, short
 from potluck.show.sentences import Record, sentence_of
 
-MOST_STORY = 300
-"""Sentences that are kept."""
+MOST_STORY = {"workers": 150, "saves": 60, "decisions": 60, "run": 120}
+"""Sentences that are kept of each group: a worker that was killed is not pushed out by a thousand decisions."""
+_GROUP_OF = {
+    "decided": "decisions",
+    **dict.fromkeys(("worker_came", "worker_went", "recovered", "went_back"), "workers"),
+    **dict.fromkeys(("checkpoint_saved", "checkpoint_failed", "checkpoint_passed_over"), "saves"),
+}
+"""The group of each kind of sentence; all others are of the run."""
 MOST_LOOKS = 512
 MOST_EPOCHS = 50
 MOST_SAMPLES = 5
@@ -94,8 +100,10 @@ class Fold:
     timeline: Series[Cell] = field(default_factory=lambda: Series(MOST_CELLS))
     """Who computed and who waited, over the whole run."""
     workers: dict[int, WorkerRow] = field(default_factory=dict)
-    story: deque[list[Any]] = field(default_factory=lambda: deque(maxlen=MOST_STORY))
-    """[number, time, step, kind, tone, text]"""
+    stories_of: dict[str, deque[list[Any]]] = field(
+        default_factory=lambda: {group: deque(maxlen=most) for group, most in MOST_STORY.items()}
+    )
+    """Sentences of each group: [number, time, step, group, tone, text]"""
     stories: int = 0
     """How many there were."""
     looks: list[list[Any]] = field(default_factory=list)
@@ -147,14 +155,18 @@ class Fold:
             self._told = without
         step: Any = record.get("step", self.last.get("step", 0))
         self.stories += 1
-        self.story.append(
-            [self.stories, time, step if isinstance(step, int | float) else 0, sentence.kind, sentence.tone, text]
-        )
+        group, at_step = _GROUP_OF.get(sentence.kind, "run"), step if isinstance(step, int | float) else 0
+        self.stories_of[group].append([self.stories, time, at_step, group, sentence.tone, text])
+
+    def story(self, after: int = 0) -> list[list[Any]]:
+        """List the sentences of all groups that came after the one of this number, in their order."""
+        return sorted(told for group in self.stories_of.values() for told in group if told[0] > after)
 
     # What happened
 
     def _on_started(self, record: Record, time: float) -> None:
         _ = [record.get(name, 0) + 0 for name in _COUNTS], [record.get(name, "") + "" for name in _WORDS]
+        _ = record.get("settings", {}).items()
         if record.get("from_step") and self.last and record["from_step"] < self.last["step"]:
             self._drop_after(record["from_step"])
         if not record.get("from_step") and self.last:  # it begins anew

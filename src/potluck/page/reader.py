@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from potluck.files import table_in
+from potluck.page.beside import OutputTail, read_recipe
 from potluck.page.fold import MOST_OF_NAME, MOST_WORKERS, Fold, cut
 from potluck.show.sentences import Record
 
@@ -36,6 +37,10 @@ class RunReader:
         self.number = 0
         """Changes when another run, or another file of it, is followed."""
         self.is_caught_up = False
+        self.recipe: dict[str, str] = {}
+        """Settings of the recipe, if the folder has one."""
+        self.output: OutputTail | None = None
+        """What the run's script prints; None: there is no folder yet."""
         self._pointer = pointer
         self._file: IO[bytes] | None = None
         self._inode = 0
@@ -47,6 +52,9 @@ class RunReader:
         self._follow_pointer()
         if self.folder is None:
             return False
+        if self.output is None:
+            self.output = OutputTail(self.folder)
+        self.output.read_on()
         try:
             self._read_now()
             return self._read_events()
@@ -58,6 +66,9 @@ class RunReader:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self.output is not None:
+            self.output.close()
+            self.output = None
 
     def _follow_pointer(self) -> None:
         if self._pointer is None:
@@ -73,6 +84,7 @@ class RunReader:
     def _begin(self) -> None:
         self.close()
         self.fold, self.now, self._rest, self.is_caught_up = Fold(), {}, b"", False
+        self.recipe = {}
         self.number += 1
 
     def _read_events(self) -> bool:
@@ -81,6 +93,7 @@ class RunReader:
         if self._file is None:
             self._file = path.open("rb")
             self._inode = path.stat().st_ino
+            self.recipe = read_recipe(self.folder)
         data = self._file.read(PIECE_BYTES)
         if not data:
             self.is_caught_up = True

@@ -96,7 +96,8 @@ LAST_S = 0.5
 
 def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: bool) -> None:
     """Serve the page until Ctrl-C, or until standard input ends."""
-    page = PageServer(RunReader(settings.folder, settings.pointer), settings, _pass_on)
+    beside = RunReader(settings.beside) if settings.beside is not None else None
+    page = PageServer(RunReader(settings.folder, settings.pointer), settings, _pass_on, beside)
     config = uvicorn.Config(
         page.app(),
         log_config=None,

@@ -46,6 +46,8 @@ class PageServer:
     settings: PageSettings
     pass_on: Callable[[Record], None]
     """Passes on what was ordered, if the settings allow orders."""
+    beside: RunReader | None = None
+    """Another run, whose curves are drawn over those of the first."""
     order_token: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     viewers: int = 0
     ending: asyncio.Event = field(default_factory=asyncio.Event)
@@ -73,12 +75,15 @@ class PageServer:
         reading = asyncio.create_task(self._read())
         yield
         reading.cancel()
-        self.reader.close()
+        for reader in (self.reader, self.beside):
+            if reader is not None:
+                reader.close()
 
     async def _read(self) -> None:
         """Follow the folder. Between two pieces, anyone who looks has a turn."""
         while True:
             has_more = self.reader.read_on()
+            has_more = (self.beside is not None and self.beside.read_on()) or has_more
             await asyncio.sleep(0 if has_more else LOOK_S)
 
     async def _file(self, request: Request) -> Response:
@@ -107,17 +112,22 @@ class PageServer:
         try:
             yield "retry: 1000\n\n"
             number, viewer, rows_at = -1, Viewer(), 0.0
+            other = _Other(self.beside) if self.beside is not None else None
             while True:
                 reader, now = self.reader, time.time()
                 if number != reader.number:
                     number, viewer, rows_at = reader.number, Viewer(), 0.0
-                    first = {"reset": True}
+                    first: Record = {"reset": True}
                 else:
                     first = {}
                 is_due = now >= rows_at
                 sent = first | viewer.update(reader.fold, reader.now, self._more(), with_rows=is_due)
                 if is_due:
                     rows_at = now + len(viewer.rows) / ROWS_PER_S
+                if reader.output is not None and (lines := viewer.new_lines(reader.output.lines)):
+                    sent["output"] = lines
+                if other is not None and (news := other.update()):
+                    sent["other"] = news
                 # Also where nothing has changed: the page knows by it that somebody is there, and what time it is here.
                 yield f"data: {_as_json(sent | {'time': round(now, 2)})}\n\n"
                 if self.ending.is_set():
@@ -134,7 +144,12 @@ class PageServer:
             "invite": settings.invite is not None and settings.invite.exists(),
             "led": settings.led or bool(now),
         }
-        return {"can": can, "caught_up": self.reader.is_caught_up, "host_at": now.get("time")}
+        return {
+            "can": can,
+            "caught_up": self.reader.is_caught_up,
+            "host_at": now.get("time"),
+            "recipe": self.reader.recipe,
+        }
 
     async def _metrics(self, request: Request) -> Response:
         text = exposition(self.reader.fold, self.reader.now, time.time())
@@ -164,6 +179,24 @@ class PageServer:
         except OSError:
             return _say("Whoever leads the run does not hear this page any more.", 503)
         return _say("It was passed on.", 202)
+
+
+OF_OTHER = ("run", "head", "looks", "series", "recipe")
+"""Sections of the run beside: what curves and a table of both are made of."""
+
+
+class _Other:
+    """Remembers what one page has been sent of the run beside."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader, self._number, self._viewer = reader, -1, Viewer()
+
+    def update(self) -> Record:
+        reader, first = self._reader, Record()
+        if self._number != reader.number:
+            self._number, self._viewer, first = reader.number, Viewer(), {"reset": True}
+        told = self._viewer.update(reader.fold, reader.now, {"recipe": reader.recipe}, with_rows=False)
+        return first | {name: told[name] for name in OF_OTHER if name in told}
 
 
 def _say(sentence: str, status: int) -> Response:

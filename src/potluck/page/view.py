@@ -3,7 +3,7 @@
 A view is of bounded size. Of a thousand workers' rows only those travel whose figures differ from what was sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from potluck.words import count
 
 MOST_ROWS = 2000
 """Workers that are listed."""
+MOST_SETTINGS, MOST_OF_SETTING = 300, 300
+"""Settings that are shown, and letters of one."""
 BYTES_OF = {"": 4.0, "fp32": 4.0, "bf16": 2.0, "int8": 1.03, "int4": 0.53}
 """About how many bytes a number takes on its way; of `auto` nobody knows."""
 
@@ -149,7 +151,24 @@ def run_of(fold: Fold) -> Record:
     run = fold.run
     names = ("name", "folder", "workers", "device", "parameters", "unit", "batch_size", "steps_total", "from_step")
     more = ("layout", "strategy", "policy", "wire", "device_name")
-    return {name: run.get(name) for name in (*names, *more)} | {"at": run.get("time"), "known": bool(run)}
+    settings = settings_of(run.get("settings") or {})
+    told = {name: run.get(name) for name in (*names, *more)}
+    return told | {"settings": settings, "at": run.get("time"), "known": bool(run)}
+
+
+def settings_of(table: dict[str, Any]) -> dict[str, str]:
+    """Flatten a table of settings: what is within a table has its name before it."""
+    flat: dict[str, str] = {}
+    waiting = [("", table)]
+    while waiting and len(flat) < MOST_SETTINGS:
+        before, inner = waiting.pop(0)
+        for name, value in inner.items():
+            if isinstance(value, dict):
+                waiting.append((f"{before}{name}.", value))
+            elif len(flat) < MOST_SETTINGS:
+                text = str(value).lower() if isinstance(value, bool) else str(value)
+                flat[f"{before}{name}"[:MOST_OF_SETTING]] = text[:MOST_OF_SETTING]
+    return flat
 
 
 def cells_of(fold: Fold, start: int) -> list[list[Any]]:
@@ -174,6 +193,7 @@ class Viewer:
     """(generation, points, the last of them) of each series."""
     rows: dict[int, list[Any]] = field(default_factory=dict)
     stories: int = 0
+    printed: int = 0
     sections: dict[str, Any] = field(default_factory=dict)
 
     def update(self, fold: Fold, now: Record, more: Record, *, with_rows: bool = True) -> Record:
@@ -201,9 +221,15 @@ class Viewer:
         if with_rows:
             self._add_rows(fold, now, sent)
         if fold.stories > self.stories:
-            sent["story"] = [told for told in fold.story if told[0] > self.stories]
+            sent["story"] = fold.story(self.stories)
             self.stories = fold.stories
         return sent
+
+    def new_lines(self, lines: Iterable[tuple[int, float, str, str]]) -> list[list[Any]]:
+        """List those of the lines that a script printed which this page has not been sent."""
+        found = [line for line in lines if line[0] > self.printed]
+        self.printed = found[-1][0] if found else self.printed
+        return [list(line) for line in found]
 
     def _told(self, name: str, series: Series[Any], told: Callable[[int], list[Any]]) -> Record | None:
         """Return the points from the last one on that the page has, which may have changed; None: none has."""

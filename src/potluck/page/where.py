@@ -76,7 +76,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-PATHS = ("folder", "pointer", "invite", "identity")
+PATHS = ("folder", "beside", "pointer", "invite", "identity")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +84,8 @@ class PageSettings(Access):
     """Where a page is and who may look, and what its process shows there."""
 
     folder: Path | None = None
+    beside: Path | None = None
+    """Folder of another run, whose curves are drawn over this one's."""
     pointer: Path | None = None
     """A file that names the folder, once it is known."""
     invite: Path | None = None

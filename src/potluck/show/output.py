@@ -62,11 +62,12 @@ def read_output(folder: Path, last: int = 1000) -> list[OutputLine]:
     found: deque[OutputLine] = deque(maxlen=last)
     for name in (OLDER, OUTPUT):
         with suppress(OSError), (folder / name).open(encoding="utf-8", errors="replace") as file:
-            found.extend(line for line in map(_read, file) if line is not None)
+            found.extend(line for line in map(read_line, file) if line is not None)
     return list(found)
 
 
-def _read(written: str) -> OutputLine | None:
+def read_line(written: str) -> OutputLine | None:
+    """Read a line as it was written; None if it is not whole."""
     at, _, rest = written.rstrip("\n").partition(" ")
     worker, _, text = rest.partition(" ")
     try:

@@ -378,6 +378,7 @@ class Trainer:
             wire=engine.setup.wire,
             device_name=name_of(engine.device),
             flops_per_sample=self._loop.flops_per_sample,
+            settings=dict(self._loop.training),
         )
 
     def _emit_end(self, reason: str, seconds: float) -> None:

@@ -2,14 +2,17 @@
 // The page of a run. One stream of changes comes from the server; all that is shown is drawn from `state`.
 
 const $ = (id) => document.getElementById(id);
-const NAME = 0, DEVICE = 1, ROWS = 2, SHARE = 3, SPEED = 4, BUSY = 5, WAIT = 6, SEND = 7, LINK = 8, PHASE = 9, DOING = 10, HEARD = 11, WHY = 12, IN = 13;
+const NAME = 0, DEVICE = 1, ROWS = 2, SHARE = 3, SPEED = 4, BUSY = 5, WAIT = 6, SEND = 7, LINK = 8, PHASE = 9, DOING = 10, HEARD = 11, WHY = 12, IN = 13, MACHINE = 14;
 const X_ROWS = 0, X_TIME = 1, LOSS = 2, LEAST = 3, MOST = 4, LR = 5, NORM = 6, MOST_NORM = 7, FIRST = 8, LAST = 9;
-const PAGE_OF_ROWS = 25, MOST_STORY = 300;
+const ROWS_SEEN = 0, SECONDS = 1, LOOKED = 2, STEP = 3, FIGURES = 4;
+const PAGE_OF_ROWS = 25, MOST_STORY = 150, MOST_LINES = 200, PAGE_OF_CURVES = 12, PINNED = 3;
+const GROUPS = { all: "All", workers: "Workers", saves: "Saves", run: "Run" };
 
-const fresh = () => ({ run: {}, head: {}, looks: [], epochs: [], samples: [], points: [], span: 1, lanes: [], laneNames: [], cells: [], workers: new Map(), story: [], can: {} });
+const empty = () => ({ run: {}, head: {}, looks: [], points: [], span: 1, recipe: {} });
+const fresh = () => ({ ...empty(), epochs: [], samples: [], lanes: [], laneNames: [], cells: [], workers: new Map(), story: [], output: [], can: {}, other: null });
 let state = fresh();
 let dirty = new Set(["all"]);
-let shown = PAGE_OF_ROWS, byTime = false, query = "", offset = 0, isHere = false, sinceHere = Date.now();
+let shown = PAGE_OF_ROWS, curves = PAGE_OF_CURVES, byTime = false, group = "all", query = "", offset = 0, isHere = false, sinceHere = Date.now();
 
 // Words
 
@@ -57,12 +60,13 @@ const style = (name) => getComputedStyle(document.documentElement).getPropertyVa
 function take(message) {
   offset = message.time - Date.now() / 1000;
   if (message.reset) { state = fresh(); dirty.add("all"); }
-  for (const name of ["run", "head", "looks", "epochs", "samples", "can", "caught_up", "host_at"])
+  for (const name of ["epochs", "samples", "can", "caught_up", "host_at"])
     if (name in message) { state[name] = message[name]; dirty.add(name); }
-  if (message.series) {
-    state.points.splice(message.series.start, Infinity, ...message.series.points);
-    state.span = message.series.span;
-    dirty.add("series");
+  takeRun(state, message);
+  if (message.other) {
+    if (message.other.reset || !state.other) state.other = empty();
+    takeRun(state.other, message.other);
+    dirty.add("other");
   }
   if (message.timeline) {
     state.lanes = message.timeline.lanes; state.laneNames = message.timeline.names;
@@ -75,10 +79,24 @@ function take(message) {
     dirty.add("workers");
   }
   if (message.story) {
-    state.story = state.story.concat(message.story).slice(-MOST_STORY);
+    const kept = new Map();
+    for (const one of state.story.concat(message.story)) kept.set(one[3], [...(kept.get(one[3]) || []), one]);
+    state.story = [...kept.values()].flatMap((list) => list.slice(-MOST_STORY)).sort((a, b) => a[1] - b[1] || a[0] - b[0]);
     dirty.add("story");
   }
+  if (message.output) { state.output = state.output.concat(message.output).slice(-MOST_LINES); dirty.add("output"); }
   schedule();
+}
+
+// What curves are drawn from: of this run, and of one beside it.
+function takeRun(into, message) {
+  for (const name of ["run", "head", "looks", "recipe"])
+    if (name in message) { into[name] = message[name]; dirty.add(name); }
+  if (message.series) {
+    into.points.splice(message.series.start, Infinity, ...message.series.points);
+    into.span = message.series.span;
+    dirty.add("series");
+  }
 }
 
 function listen() {
@@ -105,10 +123,13 @@ function draw(changed) {
   drawHead();
   if (any("head", "run", "looks", "epochs")) drawFigures();
   if (any("can", "head", "run")) drawActions();
-  if (any("series", "looks", "run")) drawCharts();
+  if (any("series", "looks", "run", "other")) drawCharts();
+  if (any("head", "looks", "run", "recipe", "other")) drawBoth();
   if (any("workers", "run", "can")) drawRows();
   if (any("timeline")) drawTimeline();
   if (any("story")) drawStory();
+  if (any("output")) drawOutput();
+  if (any("run", "recipe", "head")) drawSettings();
   if (any("epochs", "head")) drawProof();
   if (any("run", "workers")) drawHolds();
   if (any("samples")) drawSamples();
@@ -167,7 +188,7 @@ function drawFigures() {
   const best = looks.reduce((least, one) => one[2] !== null && (least === null || one[2] < least) ? one[2] : least, null);
   found.push(["Loss", figure(head.loss), head.norm === null || head.norm === undefined ? "" : `gradient norm ${figure(head.norm)}`]);
   if (look) {
-    const named = Object.entries(look[4]).slice(0, 3).map(([name, value]) => `${name} ${figure(value)}`).join(", ");
+    const named = namesIn(look).slice(0, 3).map((name) => [name, look[FIGURES][name]]).map(([name, value]) => `${name} ${figure(value)}`).join(", ");
     found.push(["Validation", look[2] === null ? named.split(", ")[0] : figure(look[2]), `step ${whole(look[3])}${best !== null && looks.length > 1 ? `, best ${figure(best)}` : ""}${named && look[2] !== null ? `; ${named}` : ""}`]);
   }
   found.push([`${unit[0].toUpperCase()}${unit.slice(1)} a second`, head.rate ? count(head.rate) : "–", head.mfu ? `${(100 * head.mfu).toPrecision(3)} % of the devices' peak (MFU)` : head.step_s ? `${duration2(head.step_s)} a step` : ""]);
@@ -224,7 +245,7 @@ async function showLine() {
     $("join").hidden = false; $("copy").focus();
   } catch { tell("Nobody answers. Try again once the page is connected."); }
 }
-function tell(text) { state.story = state.story.concat([[0, now(), state.head.step || 0, "page", "notice", text.trim()]]); dirty.add("story"); schedule(); }
+function tell(text) { state.story = state.story.concat([[0, now(), state.head.step || 0, "run", "notice", text.trim()]]); dirty.add("story"); schedule(); }
 
 // Charts
 
@@ -252,7 +273,7 @@ function ticks(low, high, most) {
 const short = (number) => number === 0 ? "0" : Math.abs(number) >= 1e4 ? count(number) : Math.abs(number) < 1e-3 ? number.toExponential(0) : `${+number.toPrecision(3)}`;
 const timeTick = (seconds) => seconds >= 7200 ? `${+(seconds / 3600).toPrecision(3)} h` : seconds >= 180 ? `${+(seconds / 60).toPrecision(3)} min` : `${+seconds.toPrecision(3)} s`;
 
-// options: lines: [{at: [[x, y]], colour, dots}], band: [[x, low, high]], zero
+// options: lines: [{at: [[x, y]], colour, dots, dashed}], band: [[x, low, high]], zero
 function chart(canvas, { lines, band, zero, label }) {
   const { pen, width, tall } = surface(canvas);
   canvas.setAttribute("aria-label", label);
@@ -288,6 +309,7 @@ function chart(canvas, { lines, band, zero, label }) {
   }
   for (const line of lines) {
     pen.strokeStyle = pen.fillStyle = line.colour; pen.lineWidth = line.dots ? 1.2 : 1.8; pen.lineJoin = "round";
+    pen.setLineDash(line.dashed ? [5, 4] : []);
     pen.beginPath();
     let isDown = false;
     for (const [at, value] of line.at) {
@@ -296,6 +318,7 @@ function chart(canvas, { lines, band, zero, label }) {
       isDown = true;
     }
     pen.stroke();
+    pen.setLineDash([]);
     const spots = line.dots && line.at.length <= 80 ? line.at : line.at.slice(-1);
     for (const [at, value] of spots) if (value !== null) { pen.beginPath(); pen.arc(x(at), y(value), line.dots ? 3 : 2.5, 0, 7); pen.fill(); }
   }
@@ -304,23 +327,59 @@ function chart(canvas, { lines, band, zero, label }) {
 }
 
 function drawCharts() {
-  const { points, looks, run } = state, axis = byTime ? X_TIME : X_ROWS;
-  const at = (place) => points.map((point) => [point[axis], point[place]]);
-  const last = points[points.length - 1], where = byTime ? "time" : "rows";
-  const lines = [{ at: at(LOSS), colour: style("--accent"), name: "loss" }];
-  const looked = looks.filter((look) => look[2] !== null);
-  if (looked.length) lines.push({ at: looked.map((look) => [look[axis], look[2]]), colour: style("--second"), dots: true, name: "validation" });
-  const isWide = state.span > 1;
-  chart($("loss"), { lines, band: isWide ? points.filter((point) => point[LEAST] !== null).map((point) => [point[axis], point[LEAST], point[MOST]]) : null,
-    label: last ? `Loss over ${where}: now ${figure(last[LOSS])}${looked.length ? `, validation ${figure(looked[looked.length - 1][2])}` : ""}` : "Loss: nothing yet" });
-  chart($("lr"), { lines: [{ at: at(LR), colour: style("--accent"), name: "learning rate" }], zero: true, label: last ? `Learning rate over ${where}: now ${figure(last[LR])}` : "Learning rate: nothing yet" });
-  chart($("norm"), { lines: [{ at: at(NORM), colour: style("--accent"), name: "gradient norm" }], zero: true, label: last ? `Gradient norm over ${where}: now ${figure(last[NORM])}` : "Gradient norm: nothing yet" });
+  const { points, looks, run, other } = state, axis = byTime ? X_TIME : X_ROWS;
+  const last = points[points.length - 1], where = byTime ? "time" : "rows", isWide = state.span > 1;
+  const losses = linesOf("loss", (one) => one.points.map((point) => [point[axis], point[LOSS]]), {});
+  const looked = looks.filter((look) => look[LOOKED] !== null);
+  const validations = linesOf("validation", (one) => one.looks.filter((look) => look[LOOKED] !== null).map((look) => [look[axis], look[LOOKED]]), { dots: true });
+  const band = isWide && !other ? points.filter((point) => point[LEAST] !== null).map((point) => [point[axis], point[LEAST], point[MOST]]) : null;
+  chart($("loss"), { lines: [...losses, ...validations], band,
+    label: last ? `Loss over ${where}: now ${figure(last[LOSS])}${looked.length ? `, validation ${figure(looked[looked.length - 1][LOOKED])}` : ""}` : "Loss: nothing yet" });
+  for (const [id, place, name] of [["lr", LR, "learning rate"], ["norm", NORM, "gradient norm"]])
+    chart($(id), { lines: linesOf(name, (one) => one.points.map((point) => [point[axis], point[place]]), {}), zero: true, label: last ? `${name} over ${where}: now ${figure(last[place])}` : `${name}: nothing yet` });
+  drawFiguresByName(axis, where);
   const legend = [make("span", {}, make("i"), isWide ? `training, mean of ${whole(state.span)} steps each` : "training")];
-  if (isWide) legend.push(make("span", {}, make("i", { class: "band" }), "least to most"));
+  if (band) legend.push(make("span", {}, make("i", { class: "band" }), "least to most"));
   if (looked.length) legend.push(make("span", {}, make("i", { class: "second" }), "validation"));
+  if (other) legend.push(make("span", {}, make("i", { class: "other" }), `dashed: ${other.run.name || "the other run"}`));
   const key = legend.map((one) => one.textContent).join();
   if ($("legend").dataset.key !== key) { $("legend").dataset.key = key; $("legend").replaceChildren(...legend); }
   write($("h-speed"), `Speed, ${run.unit || "rows"}/s`);
+}
+
+// A curve of this run, and the same of the run beside it, if there is one.
+function linesOf(name, at, { dots, colour }) {
+  const lines = [{ at: at(state), colour: colour || style(dots ? "--second" : "--accent"), dots, name }];
+  if (state.other) lines.unshift({ at: at(state.other), colour: style(dots ? "--second" : "--accent"), dots, dashed: true, name: `${name}, ${state.other.run.name || "other"}` });
+  return lines.filter((line) => line.at.length);
+}
+
+// Names of an evaluation's figures beside the loss, which has a curve of its own.
+const namesIn = (look) => Object.keys(look[FIGURES]).filter((name) => name !== "loss" || look[LOOKED] === null);
+
+// Each figure that an evaluation gave has a curve of its own.
+const named = new Map();
+function drawFiguresByName(axis, where) {
+  const names = new Set();
+  for (const one of [state, state.other || empty()]) for (const look of one.looks) for (const name of namesIn(look)) names.add(name);
+  const wanted = [...names].slice(0, curves);
+  for (const [name, box] of named) if (!wanted.includes(name)) { box.remove(); named.delete(name); }
+  wanted.forEach((name, index) => {
+    let box = named.get(name);
+    if (!box) {
+      box = make("div", {}, make("h3", {}, make("span", { text: name }), make("b")), make("canvas", { class: "chart", role: "img" }));
+      listenTo(box.lastChild);
+      named.set(name, box);
+    }
+    if ($("small").children[index] !== box) $("small").insertBefore(box, $("small").children[index] || null);
+    const values = state.looks.map((look) => look[FIGURES][name]).filter((value) => value !== null && value !== undefined), last = values[values.length - 1];
+    write(box.firstChild.lastChild, values.length ? figure(last) : "");
+    box.firstChild.lastChild.title = values.length > 1 ? `from ${figure(values.reduce((a, b) => Math.min(a, b)))} to ${figure(values.reduce((a, b) => Math.max(a, b)))}` : "";
+    const at = (one) => one.looks.filter((look) => look[FIGURES][name] !== undefined).map((look) => [look[axis], look[FIGURES][name]]);
+    chart(box.lastChild, { lines: linesOf(name, at, { dots: true }), label: `${name} over ${where}: now ${values.length ? figure(last) : "nothing"}` });
+  });
+  $("curves").hidden = names.size <= wanted.length;
+  write($("more-curves"), `Show more: ${whole(wanted.length)} of ${plural(names.size, "figure")} are drawn`);
 }
 
 function hover(event) {
@@ -362,6 +421,8 @@ function drawRows() {
   $("search").hidden = state.workers.size < 8;
   $("more").hidden = all.length <= shown;
   write($("show-more"), `Show more: ${whole(rows.length)} of ${whole(all.length)} are shown`);
+  const isKnown = rows.some(([, row]) => row[MACHINE]);
+  $("h-machine").hidden = !isKnown;
   const wanted = new Set(rows.map(([id]) => id));
   for (const [id, tr] of trs) if (!wanted.has(id)) { tr.remove(); trs.delete(id); }
   rows.forEach(([id, row], index) => {
@@ -369,6 +430,7 @@ function drawRows() {
     if (!tr) { tr = makeRow(id); trs.set(id, tr); }
     if (body.children[index] !== tr) body.insertBefore(tr, body.children[index] || null);
     fillRow(tr, id, row);
+    tr.children[4].hidden = !isKnown;
   });
   drawHeard();
 }
@@ -378,7 +440,7 @@ function makeRow(id) {
   const meter = (...kinds) => make("div", { class: "meter", "aria-hidden": "true" }, ...kinds.map((kind) => make("i", { class: kind })));
   const tr = make("tr", {},
     make("th", { scope: "row", class: "name" }), cell("Share of the rows", "share", make("span"), meter("own")), cell("Speed", "n", make("span")),
-    cell("Busy and waiting", "", make("span"), meter("own", "send", "wait")), cell("Link", "link"), cell("Phase", "phase", make("span"), make("small")),
+    cell("Busy and waiting", "", make("span"), meter("own", "send", "wait")), cell("Its machine", "machine"), cell("Link", "link"), cell("Phase", "phase", make("span"), make("small")),
     cell("Heard", "n heard"), cell("Why this share", "why"));
   const who = make("td", { class: "name" }, make("div", { class: "who" }, make("i"), make("span")), make("small"));
   tr.children[0].replaceWith(who);
@@ -386,7 +448,7 @@ function makeRow(id) {
 }
 
 function fillRow(tr, id, row) {
-  const [who, share, speed, busy, link, phase, , why] = tr.children;
+  const [who, share, speed, busy, machine, link, phase, , why] = tr.children;
   tr.classList.toggle("gone", !row[IN]);
   who.firstChild.firstChild.style.background = colour(id);
   write(who.firstChild.lastChild, row[NAME]); write(who.children[1], row[DEVICE]);
@@ -396,12 +458,25 @@ function fillRow(tr, id, row) {
   write(busy.firstChild, row[BUSY] === null ? "–" : `${percent(row[BUSY])} busy, ${percent(row[WAIT])} waiting${row[SEND] > .005 ? `, ${percent(row[SEND])} sending` : ""}`);
   [BUSY, SEND, WAIT].forEach((place, index) => { busy.lastChild.children[index].style.width = `${100 * (row[place] || 0)}%`; });
   busy.lastChild.firstChild.style.background = colour(id);
+  fillMachine(machine, row[MACHINE], id);
   write(link, row[LINK] || (state.can.led ? "–" : "this group"));
   write(phase.firstChild, PHASES[row[PHASE]] || row[PHASE]); write(phase.children[1], row[DOING]);
   write(why, row[WHY]);
   const button = who.querySelector("button"), may = state.can.order && row[IN] && row[PHASE] !== "leaving" && !state.head.ended;
   if (may && !button) who.append(make("button", { type: "button", class: "quiet", text: "Let go", on: () => letGo(id), "aria-label": `Let ${row[NAME]} go` }));
   if (!may && button) button.remove();
+}
+
+// What a worker uses of its machine: [name, share, text] each.
+function fillMachine(cell, parts, id) {
+  const key = JSON.stringify(parts);
+  if (cell.dataset.key === key) return;
+  cell.dataset.key = key;
+  cell.replaceChildren(...(parts || []).map(([name, share, text]) => {
+    const fill = make("i");
+    fill.style.width = `${100 * Math.min(1, share || 0)}%`; fill.style.background = colour(id);
+    return make("div", { class: "use" }, make("span", { text: name }), make("div", { class: "meter", "aria-hidden": "true" }, fill), make("small", { text }));
+  }));
 }
 
 // Silence counts up while it happens.
@@ -411,7 +486,7 @@ function drawHeard() {
     const row = state.workers.get(id);
     if (!row) continue;
     const silent = Math.max(0, now() - row[HEARD]);
-    write(tr.children[6], row[IN] && !isOver ? (silent < 2 ? "now" : `${duration(silent)} ago`) : "–");
+    write(tr.children[7], row[IN] && !isOver ? (silent < 2 ? "now" : `${duration(silent)} ago`) : "–");
     tr.classList.toggle("silent", row[IN] && !isOver && silent > Math.max(10, 6 * (state.head.step_s || 0)));
   }
 }
@@ -452,10 +527,68 @@ function fitted(pen, text, room) {
 }
 
 function drawStory() {
-  const list = $("story"), wanted = state.story.slice(-120).reverse();
-  list.replaceChildren(...wanted.map(([, at, step, , tone, text]) =>
-    make("li", { "data-tone": tone }, make("div", {}, make("div", { text }), make("time", { text: `${clock(at)}${step ? ` · step ${whole(step)}` : ""}`, datetime: new Date(1000 * at).toISOString() })))));
-  if (!wanted.length) list.replaceChildren(make("li", { text: "Nothing yet." }));
+  for (const [id, button] of [...$("groups").children].map((one) => [one.dataset.group, one])) {
+    const found = state.story.filter((one) => one[3] === id).length;
+    write(button, id === "all" || !found ? GROUPS[id] : `${GROUPS[id]} ${found}`);
+  }
+  const told = state.story.filter((one) => one[3] !== "decisions" && (group === "all" || one[3] === group));
+  const pinned = group === "all" ? told.filter((one) => one[3] === "workers").slice(-PINNED) : []; // else saves and epochs would push it out of sight
+  tellIn($("story"), told.filter((one) => !pinned.includes(one)), pinned);
+  const decided = state.story.filter((one) => one[3] === "decisions");
+  tellIn($("decided"), decided);
+  $("decided").hidden = $("h-decided").hidden = !decided.length;
+}
+function tellIn(list, told, pinned = []) {
+  list.replaceChildren(...[...told.slice(-150), ...pinned].reverse().map(([number, at, step, , tone, text]) =>
+    make("li", { "data-tone": tone, class: pinned.some((one) => one[0] === number) ? "pinned" : null }, make("div", {}, make("div", { text }), make("time", { text: `${clock(at)}${step ? ` · step ${whole(step)}` : ""}`, datetime: new Date(1000 * at).toISOString() })))));
+  if (!told.length && !pinned.length) list.replaceChildren(make("li", { class: "none", text: "Nothing yet." }));
+}
+
+function drawOutput() {
+  const list = $("output"), isAtEnd = list.scrollTop + list.clientHeight >= list.scrollHeight - 30;
+  $("output-card").hidden = !state.output.length;
+  const names = new Set(state.output.map((one) => one[2]));
+  list.replaceChildren(...state.output.map(([, at, worker, text]) =>
+    make("li", {}, make("time", { text: clock(at), title: worker }), names.size > 1 ? make("b", { text: worker }) : null, make("span", { text }))));
+  write($("output-note"), names.size === 1 ? [...names][0] : `${whole(names.size)} workers`);
+  if (isAtEnd) list.scrollTop = list.scrollHeight;
+}
+
+// Settings: what the run says of itself, what its optimizer and its script were given, and the recipe.
+function settingsOf({ run, recipe }) {
+  const found = new Map();
+  for (const [name, value] of [["arguments", (run.settings || {}).arguments], ["policy", run.policy], ["strategy", run.strategy], ["on the wire", run.wire], ["rows a step", run.batch_size && whole(run.batch_size)], ["steps", run.steps_total && whole(run.steps_total)], ...Object.entries(run.settings || {}), ...Object.entries(recipe)])
+    if (value !== null && value !== undefined && value !== "" && value !== 0 && value !== "None") found.set(name, String(value));
+  return found;
+}
+function drawSettings() {
+  const found = [...settingsOf(state)], key = JSON.stringify(found);
+  $("settings-card").hidden = !state.run.known || !found.length;
+  if ($("settings").dataset.key === key) return;
+  $("settings").dataset.key = key;
+  $("settings").replaceChildren(...found.flatMap(([name, text]) => [make("dt", { text: name }), make("dd", { text })]));
+}
+
+// Two runs: what both came to, and the settings in which they differ.
+function drawBoth() {
+  const { other } = state;
+  $("both-card").hidden = !other;
+  if (!other) return;
+  const best = (one) => one.looks.reduce((least, look) => look[LOOKED] !== null && (least === null || look[LOOKED] < least) ? look[LOOKED] : least, null);
+  const rows = [["Step", (one) => whole(one.head.step || 0)], ["Loss", (one) => figure(one.head.loss)], ["Best validation", (one) => figure(best(one))]];
+  const names = new Set([state, other].flatMap((one) => one.looks.flatMap(namesIn)));
+  for (const name of [...names].slice(0, PAGE_OF_CURVES))
+    rows.push([name, (one) => { const look = one.looks.findLast((each) => each[FIGURES][name] !== undefined); return figure(look ? look[FIGURES][name] : null); }]);
+  rows.push(["Trained", (one) => duration(one.head.trained_s || 0)], ["Speed", (one) => one.head.rate ? `${count(one.head.rate)} ${one.run.unit || "rows"}/s` : "–"], ["Workers", (one) => whole(one.head.workers || 0)]);
+  const [mine, others] = [settingsOf(state), settingsOf(other)];
+  const differing = [...new Set([...mine.keys(), ...others.keys()])].filter((name) => name !== "name" && mine.get(name) !== others.get(name));
+  for (const name of differing) rows.push([name, (one) => (one === other ? others : mine).get(name) || "–"]);
+  const found = rows.map(([name, of]) => [name, of(state), of(other)]), heads = [state.run.folder || state.run.name || "this run", other.run.folder || other.run.name || "the other"];
+  const key = JSON.stringify([heads, found]);
+  if ($("both").dataset.key === key) return;
+  $("both").dataset.key = key;
+  $("both-head").replaceChildren(make("tr", {}, make("th", { scope: "col" }), ...heads.map((text, index) => make("th", { scope: "col" }, make("i", { class: index ? "other" : "own" }), text))));
+  $("both").replaceChildren(...found.map(([name, ...values]) => make("tr", {}, make("th", { scope: "row", text: name }), ...values.map((text) => make("td", { text })))));
 }
 
 function drawProof() {
@@ -516,7 +649,16 @@ function choose(time) {
   $("by-rows").setAttribute("aria-pressed", String(!time)); $("by-time").setAttribute("aria-pressed", String(time));
   dirty.add("series"); schedule();
 }
-function redraw() { dirty.add("all"); for (const id of ["holds", "legend"]) delete $(id).dataset.key; schedule(); }
+function list(id) {
+  group = id;
+  for (const button of $("groups").children) button.setAttribute("aria-pressed", String(button.dataset.group === id));
+  dirty.add("story"); schedule();
+}
+function listenTo(canvas) {
+  canvas.addEventListener("pointermove", hover);
+  canvas.addEventListener("pointerleave", () => { $("tip").hidden = true; });
+}
+function redraw() { dirty.add("all"); for (const id of ["holds", "legend", "both"]) delete $(id).dataset.key; schedule(); }
 
 function begin() {
   if (location.search) history.replaceState(null, "", location.pathname); // the token is in a cookie by now
@@ -528,10 +670,9 @@ function begin() {
   $("copy").addEventListener("click", async () => {
     try { await navigator.clipboard.writeText($("line").textContent); $("copy").textContent = "Copied"; } catch { getSelection().selectAllChildren($("line")); }
   });
-  for (const id of ["loss", "lr", "norm"]) {
-    $(id).addEventListener("pointermove", hover);
-    $(id).addEventListener("pointerleave", () => { $("tip").hidden = true; });
-  }
+  $("more-curves").addEventListener("click", () => { curves += PAGE_OF_CURVES; dirty.add("looks"); schedule(); });
+  for (const id of ["loss", "lr", "norm"]) listenTo($(id));
+  for (const [id, text] of Object.entries(GROUPS)) $("groups").append(make("button", { type: "button", text, "data-group": id, "aria-pressed": String(id === group), on: () => list(id) }));
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|TEXTAREA/.test(event.target.tagName)) return;
     if (event.key === "/" && !$("search").hidden) { event.preventDefault(); $("search").focus(); }
