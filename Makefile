@@ -14,7 +14,7 @@ SOAK ?= --policy cadence --seeds 100 --minutes 60
 demo: $(READY)  ## three workers, one of them three times slower: Sync against Cadence, in under three minutes
 	$(BIN)/potluck demo
 
-demo-fleet: $(READY)  ## a worker and the host are killed with -9, another joins, and no bit changes: about a minute
+demo-fleet: $(READY)  ## a worker and the host are killed with -9, another joins, and no bit changes: half a minute to three
 	$(BIN)/python -m examples.demo_fleet
 
 test: $(READY)-to-test  ## everything that takes seconds, three tests at a time: most of them wait

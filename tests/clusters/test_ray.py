@@ -25,7 +25,7 @@ from tests.clusters.runs import (
 )
 from tests.clusters.slurm import wait_for
 
-utilities = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'potluck[ray]'")
+utilities = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install './potluck[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 

@@ -120,7 +120,7 @@ def test_the_base_commands_work_without_the_repository(installed: Path, tmp_path
 def test_a_store_in_s3_says_what_to_install(installed: Path, tmp_path: Path) -> None:
     look = "from potluck.store.store import _place_of; _place_of('s3://bucket/prefix', 1.0)"
     said = run([installed / "python", "-c", look], cwd=tmp_path, codes=(1,))
-    assert "pip install 'potluck[s3]'" in said
+    assert "pip install './potluck[s3]'" in said
 
 
 def test_a_program_elsewhere_is_checked_against_the_packages_types(installed: Path, tmp_path: Path) -> None:

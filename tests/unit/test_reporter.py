@@ -197,7 +197,7 @@ def test_one_that_is_unknown_or_not_installed_is_refused_before_anything_is_trai
     monkeypatch.setitem(known.LIBRARIES, "wandb", "surely_not_installed")
     (tmp_path / "surely_not_installed").mkdir()  # a folder is no library
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"wandb is not installed here: pip install 'potluck\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"wandb is not installed here: pip install '\./potluck\[wandb\]'"):
         Tracking(["wandb"], tmp_path, tmp_path / "events.jsonl", print)
 
 

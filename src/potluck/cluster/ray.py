@@ -58,7 +58,7 @@ def _library() -> Any:
     try:
         import ray
     except ImportError:
-        raise ConfigError("Ray is not installed. Get it with: pip install 'potluck[ray]'") from None
+        raise ConfigError("Ray is not installed. Get it with: pip install './potluck[ray]'") from None
     return ray
 
 

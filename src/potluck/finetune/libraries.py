@@ -17,7 +17,7 @@ SAFELY = {"local_files_only": True, "trust_remote_code": False}
 """How a folder is read: nothing is fetched, and no code of its own is run, nor asked about."""
 
 
-def need(name: str, install: str = "'potluck[finetune]'") -> Any:
+def need(name: str, install: str = "'./potluck[finetune]'") -> Any:
     """A library, or the sentence that says how to get it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns in processes that fetch
     for talker in TALKATIVE:

@@ -16,7 +16,7 @@ def client() -> Any:
     try:
         import huggingface_hub
     except ImportError:
-        raise ConfigError("potluck push needs the hub's client: pip install 'potluck[hub]'.") from None
+        raise ConfigError("potluck push needs the hub's client: pip install './potluck[hub]'.") from None
     if huggingface_hub.get_token() is None:
         raise ConfigError("There is no token for the hub here. Log in with: hf auth login; or set HF_TOKEN.")
     library: Any = huggingface_hub

@@ -220,7 +220,7 @@ def _place_of(url: str, patience_s: float) -> Place:
         try:
             from potluck.store.bucket import Bucket
         except ModuleNotFoundError:
-            raise StoreError("A store at s3:// needs the library obstore: pip install 'potluck[s3]'.") from None
+            raise StoreError("A store at s3:// needs the library obstore: pip install './potluck[s3]'.") from None
         return Bucket(*bucket_of(url), patience_s=patience_s)
     raise StoreError(f"A store's url is file:///some/folder or s3://bucket/prefix, not {url!r}.")
 

@@ -74,7 +74,7 @@ def check_trackers(names: Iterable[str]) -> tuple[str, ...]:
     known = check_names(names)
     for name in known:
         if not _is_installed(LIBRARIES[name]):
-            raise ConfigError(f"The tracker {name} is not installed here: pip install 'potluck[{name}]'.")
+            raise ConfigError(f"The tracker {name} is not installed here: pip install './potluck[{name}]'.")
     return known
 
 

@@ -98,7 +98,7 @@ def _library() -> Any:
         import tokenizers
     except ImportError:
         raise ConfigError(
-            "data.tokenizer = \"bpe\" needs the library tokenizers: pip install 'potluck[finetune]'."
+            "data.tokenizer = \"bpe\" needs the library tokenizers: pip install './potluck[finetune]'."
         ) from None
     return tokenizers
 
