@@ -256,6 +256,10 @@ class WorkerWent(Event):
     """Whether it had a part of the step under way, which the others compute again."""
     stack: str = ""
     """Where it was stuck, if it told: a line for each call, the innermost first."""
+    took_part: bool = True
+    """Whether it had come; else it went while it was building its model, or getting the weights."""
+    refused: bool = False
+    """Whether the host has turned it away, for this reason."""
 
 
 class Recovered(Event):

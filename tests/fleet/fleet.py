@@ -359,8 +359,7 @@ class Fleet:
     def describe(self) -> str:
         core = self.server.core
         members = [
-            f"{m.name} {m.phase.name} {m.doing(core.standing.version)} {m.nodes}"
-            for m in core.membership.members.values()
+            f"{m.name} {m.phase.name} {m.doing(core.standing)} {m.nodes}" for m in core.membership.members.values()
         ]
         return f"step {core.standing.version}, under way {core.now}, members {members}, refused {dict(core.refused)}"
 

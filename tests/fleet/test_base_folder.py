@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from potluck.errors import ConfigError, TheirProtocolError, WorkerLost
+from potluck.events import Event, WorkerWent
 from potluck.fleet import base_folder
 from potluck.fleet.base_folder import PIECE_BYTES, BaseFolder, BaseSender, check_files, fetch_base
+from potluck.waiting import wait_until
 from potluck.wire.messages import BaseFiles, BaseWanted
 from tests.fleet.fleet import Fleet, serve
 
@@ -41,6 +43,8 @@ def serving(place: Path, folder: Path | None, *, encrypted: bool = True) -> Any:
 def test_a_folder_is_fetched_once_and_without_what_could_run(tmp_path: Path, folder: Path, encrypted: bool) -> None:
     server, invite, journal = serving(tmp_path / "run", folder, encrypted=encrypted)
     heard: list[tuple[int, int]] = []
+    events: list[Event] = []
+    server.on_event = events.append
     base_folder.TELL_S, before = 0.0, base_folder.TELL_S
     try:
         place = fetch_base(invite, tmp_path / "cache", on_progress=lambda *told: heard.append(told))
@@ -52,6 +56,8 @@ def test_a_folder_is_fetched_once_and_without_what_could_run(tmp_path: Path, fol
         heard.clear()
         assert fetch_base(invite, tmp_path / "cache", on_progress=lambda *told: heard.append(told)) == place
         assert not heard, "only the list has come again"
+        assert wait_until(lambda: len(events) == 2, 10.0)
+        assert all(isinstance(event, WorkerWent) and event.polite and "base model" in event.reason for event in events)
     finally:
         base_folder.TELL_S = before
         server.stop()

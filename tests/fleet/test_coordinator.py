@@ -24,6 +24,7 @@ from potluck.events import (
     WentBack,
     WorkerCame,
     WorkerWent,
+    record_of,
 )
 from potluck.fleet.coordinator import LEGAL, Coordinator
 from potluck.fleet.coordinator_state import Resumed
@@ -42,6 +43,7 @@ from potluck.fleet.effects import (
 )
 from potluck.fleet.file_stream import Parcels
 from potluck.fleet.membership import Lateness, Membership, WorkerPhase
+from potluck.show.sentences import sentence_of
 from potluck.wire.messages import (
     OURS,
     PROTOCOL,
@@ -1194,6 +1196,22 @@ def test_another_model_is_refused_with_a_sentence(changes: dict[str, Any], sente
     run.finish()
     assert other.error == f"{sentence} Build the same model, data and settings on every worker."
     assert run.core.refused == {"wrong model": 1}
+    (went,) = [went for went in run.told(WorkerWent) if went.name == "other"]
+    told = sentence_of(record_of(went))
+    assert told is not None and told.text == f"other was turned away: {other.error[:-1]}. 1 worker now."
+
+
+@pytest.mark.parametrize("phase", ["greeted", "catching up"])
+def test_one_that_goes_before_it_takes_part_is_not_lost(phase: str) -> None:
+    run = Fleet(workers=2)
+    late = run.add("late", at_s=1.0, pack_s=5.0)
+    wanted = {"greeted": WorkerPhase.GREETED, "catching up": WorkerPhase.CATCHING_UP}[phase]
+    run.run_until(lambda: (member := run.member("late")) is not None and member.phase is wanted)
+    late.kill()
+    run.finish()
+    (went,) = [went for went in run.told(WorkerWent) if went.name == "late"]
+    told = sentence_of(record_of(went))
+    assert told is not None and told.text == f"late went before it took part ({went.reason}); 2 workers now."
 
 
 def test_a_description_that_is_none_is_refused_with_a_sentence() -> None:

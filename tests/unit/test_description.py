@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from potluck.agree.policy import Async, Auto, Cadence, Sync
 from potluck.errors import TheirProtocolError
 from potluck.fleet import description
-from potluck.fleet.description import BUFFERS, MAX_FLOATS, Description, Part, settings_of
+from potluck.fleet.description import BUFFERS, COUNTS, DIVISORS, MAX_FLOATS, MOMENTS, Description, Part, settings_of
 from potluck.wire.codec import encode
 from potluck.wire.messages import AveragedBlockGradient, AveragedGradient, AveragedNonBlockGradient
 
@@ -76,6 +76,11 @@ def test_a_description_knows_how_many_batches_are_done() -> None:
 def test_it_knows_its_floats_and_blocks() -> None:
     assert DESCRIBED.floats == 27 and DESCRIBED.blocks == 2
     assert [part.key for part in DESCRIBED.parts] == [("block", 1), ("block", 0), ("component", 2), ("component", 255)]
+
+
+def test_what_optimizers_keep_and_buffers_are_no_parameters() -> None:
+    kept = (Part(MOMENTS, None, (3, 4)), Part(DIVISORS, None, (3, 4)), Part(None, COUNTS, (2,)))
+    assert DESCRIBED.parameters == 26 and replace(DESCRIBED, parts=(*DESCRIBED.parts, *kept)).parameters == 26
 
 
 def with_parts(*floats: int) -> Description:

@@ -25,6 +25,7 @@ from potluck.fleet.connection import Connection
 from potluck.fleet.file_stream import stream_files
 from potluck.fleet.host_connector import CONTROL_BYTES, HostConnector
 from potluck.fleet.invite import Invite
+from potluck.fleet.membership import FETCHER
 from potluck.fleet.pipe import Pipe
 from potluck.system import lock
 from potluck.wire.codec import encode_parts
@@ -135,7 +136,7 @@ def fetch_base(invite: Invite, cache: Path, *, on_progress: Callable[[int, int],
 
     `on_progress` hears how many bytes are here, and of how many.
     """
-    connector = HostConnector(invite, name=f"{socket.gethostname()}-{os.getpid()}-base", kind="base", say=say)
+    connector = HostConnector(invite, name=f"{socket.gethostname()}-{os.getpid()}-base", kind=FETCHER, say=say)
     pipe, welcome = connector.connect(10.0, again=False)
     with closing(_Asking(pipe, welcome.patience_ms / 1000)) as host:
         try:

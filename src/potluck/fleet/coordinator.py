@@ -23,7 +23,7 @@ from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
 from potluck.fleet.invite import is_right_secret
-from potluck.fleet.membership import PAUSE, WorkerPhase, WorkerRecord, beat_s
+from potluck.fleet.membership import FETCHER, PAUSE, WorkerPhase, WorkerRecord, beat_s
 from potluck.fleet.orders import Orders
 from potluck.fleet.plain_peers import PlainPeers
 from potluck.fleet.planning import StepUnderWay
@@ -209,14 +209,17 @@ class Coordinator(CoordinatorState):
         self.weights.forget(peer)
         if member is None:
             return []
+        has_fetched = member.kind == FETCHER and not member.is_refused
         went = WorkerWent(
             worker=member.worker_id,
             name=member.name,
-            reason=member.goodbye or why,
-            polite=member.leaving or self.finished is not None,
+            reason="it asked for the base model alone" if has_fetched else member.goodbye or why,
+            polite=member.leaving or has_fetched or self.finished is not None,
             workers=len(self.membership.ready),
             owed=bool(member.nodes),
             stack=member.stack,
+            took_part=member.has_come,
+            refused=member.is_refused,
         )
         effects: list[Effect] = [Emit(went), *self._hold_off(member)]
         effects += self.transfers.on_gone(peer)
@@ -292,7 +295,7 @@ class Coordinator(CoordinatorState):
         self._forgive_pause(now)
         effects: list[Effect] = []
         for member in self.membership.late(now, self.patience_s):
-            why = f"silent for {member.silent_s(now):.1f} s while {member.doing(self.standing.version)}"
+            why = f"silent for {member.silent_s(now):.1f} s while {member.doing(self.standing)}"
             effects += self.close(member.peer, why)
         effects += self.stragglers.relieve()
         effects += self.stragglers.tell()

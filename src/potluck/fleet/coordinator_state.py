@@ -85,6 +85,13 @@ class CoordinatorState:
         """Batches of the run. The standing's version counts agreements, and there may be several batches to one."""
         return self.standing.step
 
+    def step_at(self, version: int) -> int:
+        """The step, as people count them, at which the run stood after so many agreements. One that is under way is
+        named for its first step."""
+        if version >= self.standing.version:
+            return self.steps_done + version - self.standing.version
+        return self.steps.get(version, version)
+
     @property
     def steps_total(self) -> int:
         """Batches of the whole run; 0: nobody has said how long it is."""
@@ -104,12 +111,13 @@ class CoordinatorState:
             self.previous, self.standing, self.ahead = self.standing, self.ahead, None
 
     def came(self, member: WorkerRecord) -> Emit:
+        member.has_come = True
         return Emit(
             WorkerCame(
                 worker=member.worker_id,
                 name=member.name,
                 kind=member.kind,
-                step=member.applied,
+                step=self.step_at(member.applied),
                 workers=len(self.membership.ready),
             )
         )
@@ -128,6 +136,8 @@ class CoordinatorState:
     def refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:
         """Refuses a peer. Without a sentence it hears nothing at all."""
         self.refused[kind] += 1
+        if (member := self.membership.members.get(peer)) is not None:
+            member.is_refused = bool(sentence)
         told: list[Effect] = [Send(peer, Refusal(1, sentence))] if sentence else []
         return [*told, *self.close(peer, sentence or kind)]
 

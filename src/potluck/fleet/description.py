@@ -156,7 +156,13 @@ class Description:
 
     @property
     def floats(self) -> int:
+        """Numbers that travel with a window: parameters, buffers, and what optimizers keep."""
         return sum(part.floats for part in self.parts)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of the model that are trained."""
+        return sum(part.floats for part in self.parts if part.component != BUFFERS and not part.is_moments)
 
     @property
     def blocks(self) -> int:

@@ -135,5 +135,5 @@ def _list(names: list[str]) -> str:
 
 
 def drift_event(member: WorkerRecord, step: int, what: str) -> Emit:
-    doing = f"its weights after step {step} {what}"
+    doing = f"its weights after step {step:,} {what}"
     return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0))

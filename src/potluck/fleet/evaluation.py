@@ -185,7 +185,7 @@ class Evaluations:
         means = [figure / samples if samples else math.nan for figure in (total, *sums)]
         metrics = dict(zip(map(clean, names_in(names)), means, strict=True)) if names else {}
         loss = loss_among(metrics or means[0])
-        validated = Validated(step=self.run.steps.get(step, step), loss=loss, metrics=metrics)
+        validated = Validated(step=self.run.step_at(step), loss=loss, metrics=metrics)
         return [Emit(validated), *(Send(peer, done) for peer in evaluation.waiting)]
 
     def _give_next(self, member: WorkerRecord, look: Look, evaluation: Evaluation) -> list[Effect]:

@@ -174,7 +174,9 @@ class Gatherings:
             then = "the others continue without its value"
             if not is_over:
                 then += f" after {LONG * run.patience_s:g} s"
-            doing = f"it has not called fleet.mean() or fleet.gather() at step {call[0]}, as others have,"
+            doing = (
+                f"it has not called fleet.mean() or fleet.gather() at step {run.step_at(call[0]):,}, as others have,"
+            )
             effects += [
                 Emit(Stalled(worker=m.worker_id, name=m.name, doing=doing, seconds=seconds, then=then))
                 for m in self.missing(call)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from potluck.agree.records import Position
 from potluck.fleet.effects import Effect
 from potluck.fleet.tree import Node
 from potluck.wire.words import clean
@@ -41,6 +42,8 @@ MOST_SILENT = 1024
 """Workers that were parted from and may come back, of whom something is remembered."""
 MOST_LINES, MOST_OF_LINE = 20, 200
 """The most lines, and characters of a line, that say where a worker is stuck."""
+FETCHER = "base"
+"""The kind of one who asks for the base model's files alone: it goes once it has them, and comes again as a worker."""
 LATE = 3
 """Times the longest silence that a link has shown, after which a worker is taken for silent."""
 
@@ -129,6 +132,10 @@ class WorkerRecord:
     shut_at: float | None = None
     """When it was told that the run is over for it."""
     warned_at: float = 0.0
+    has_come: bool = False
+    """It has taken part."""
+    is_refused: bool = False
+    """It goes since the host has turned it away."""
     stack: str = ""
     """Where its training thread was when it had done nothing for half of patience, as it told, until it does more."""
     lateness: Lateness = field(default_factory=Lateness)
@@ -172,7 +179,7 @@ class WorkerRecord:
             speed = slices / max(busy_s, LEAST_S * slices)
             self.speed = speed if self.speed is None else 0.7 * self.speed + 0.3 * speed
 
-    def doing(self, committed: int) -> str:
+    def doing(self, standing: Position) -> str:
         """Say what it is doing, for a person who waits for it."""
         if self.is_relieved:  # the others are further by now
             return self.relieved_of
@@ -184,8 +191,8 @@ class WorkerRecord:
             return "evaluating"
         if self.gathering:
             return "gathering values"
-        if self.applied < committed and not self.plain:
-            return f"applying step {committed}"
+        if self.applied < standing.version and not self.plain:
+            return f"applying step {standing.step:,}"
         if self.is_computing:
             return "computing its gradient"
         return "sending its gradient" if self.nodes else "waiting for the others"

@@ -55,7 +55,7 @@ class Replay:
             return
         if self.core is not None:
             did = "The host was started again" if state["after"] == START else "Some inputs are missing"
-            self.notes.append(f"{did} after step {self.core.standing.version:,}.")
+            self.notes.append(f"{did} after step {self.core.steps_done:,}.")
         core = thaw(state["core"])
         if not isinstance(core, Coordinator):
             raise ValueError("no coordinator")

@@ -167,7 +167,7 @@ class Saving:
         effects: list[Effect] = [Send(m.peer, self.saved) for m in members if not m.plain and not m.leaving]
         for member in [m for m in members if m.leaving and m.shut_at is None]:
             effects += self.let_go(member)
-        saved = CheckpointSaved(step=run.steps.get(step, step), folder=folder, stall_s=0.0, bytes=size)
+        saved = CheckpointSaved(step=run.step_at(step), folder=folder, stall_s=0.0, bytes=size)
         effects.append(Emit(saved))
         run.steps = {version: steps for version, steps in run.steps.items() if version >= step}
         return effects + self.ask()
@@ -181,7 +181,7 @@ class Saving:
         self.fault = told.error
         self.due = self.due or SaveDue(told.step, self._keep_last)
         self._again_at = run.clock + run.patience_s
-        failed = CheckpointFailed(step=run.steps.get(told.step, told.step), reason=told.error)
+        failed = CheckpointFailed(step=run.step_at(told.step), reason=told.error)
         effects: list[Effect] = [Emit(failed), *self._spare(sender)]
         return effects + [Send(m.peer, told) for m in run.membership.members.values() if not m.plain]
 

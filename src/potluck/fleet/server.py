@@ -206,7 +206,7 @@ class Server:
             "name": member.name,
             "kind": member.kind,
             "phase": "leaving" if member.leaving else member.phase.name.lower(),
-            "doing": member.doing(self.core.standing.version),
+            "doing": member.doing(self.core.standing),
             "silent_s": round(max(0.0, member.silent_s(time.monotonic())), 2),
             "address": member.address,
             **({"rtt_s": rtt_s} if rtt_s is not None else {}),

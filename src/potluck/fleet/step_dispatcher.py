@@ -366,7 +366,8 @@ class StepDispatcher:
         for number in range(*node):
             # What it told of the slice stays: parts that came before the bad one may be in the sums, and be scaled.
             under.bad[number] = member.name
-        doing = f"its gradient of slices {tell_slices(node)} of step {step} {why}; they are computed again"
+        which = f"slices {tell_slices(node)} of step {self._run.step_at(step):,}"
+        doing = f"its gradient of {which} {why}; they are computed again"
         return [
             Discard(peer, node),
             Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0)),
@@ -382,8 +383,9 @@ class StepDispatcher:
         if why == BAD_BUFFERS:
             advice = "Look at what the model's forward writes into its buffers, or register them with persistent=False"
         run.finished = (
-            f"The gradient of slice {number} of step {under.step} {why}, {who}. It is positions {start} to {end - 1}"
-            f" of epoch {run.standing.epoch + 1}'s order. {advice}; the weights are those of the step before"
+            f"The gradient of slice {number} of step {run.step_at(under.step):,} {why}, {who}. It is positions {start}"
+            f" to {end - 1} of epoch {run.standing.epoch + 1}'s order. {advice}; the weights are those of the step"
+            " before"
         )
         refusal = Refusal(4, run.finished + ".")
         effects: list[Effect] = [Send(m.peer, refusal) for m in run.membership.members.values() if not m.plain]

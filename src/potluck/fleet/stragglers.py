@@ -36,7 +36,7 @@ class Stragglers:
         return effects
 
     def _stalled(self, member: WorkerRecord, is_silent: bool, seconds: float, then: str = "") -> Emit:
-        doing = f"{'silent while ' * is_silent}{member.doing(self.run.standing.version)}"
+        doing = f"{'silent while ' * is_silent}{member.doing(self.run.standing)}"
         who, stack = member.name, member.stack
         return Emit(Stalled(worker=member.worker_id, name=who, doing=doing, seconds=seconds, then=then, stack=stack))
 
@@ -68,7 +68,8 @@ class Stragglers:
             ahead = [m for m in holders if m.since > under.step and not (m.leaving or self.run.is_silent(m))]
             if self.run.ahead is not None and ahead:
                 return self.run.close(
-                    member.peer, f"it computes nothing of step {under.step}, which others have applied"
+                    member.peer,
+                    f"it computes nothing of step {self.run.step_at(under.step):,}, which others have applied",
                 )
         return []
 
@@ -120,8 +121,10 @@ class Stragglers:
         run = self.run
         is_silent = run.is_silent(member)
         seconds = member.silent_s(run.clock) if is_silent else run.clock - member.working_since
-        stalled = self._stalled(member, is_silent, seconds, f"the others compute its part of step {step}")
-        doing = member.doing(run.standing.version)
+        stalled = self._stalled(
+            member, is_silent, seconds, f"the others compute its part of step {run.step_at(step):,}"
+        )
+        doing = member.doing(run.standing)
         member.relieved, member.relieved_amount, member.relieved_of = step, self._amount(member), doing
         member.warned_at = run.clock
         return [stalled, *self.rounds.take_away(member, avoid=member.peer)]

@@ -45,16 +45,24 @@ def _find_late(
         silent = [m for m in owing if core.is_silent(m)]
         chosen = silent or [m for m in owing if m.is_computing]
         if not chosen and (takers := [m for m in members if m.peer in receivers]):
-            return takers, f"to take the averages of step {core.standing.version:,}", under.last_report
+            return takers, f"to take the averages of step {core.steps_done:,}", under.last_report
         chosen = chosen or [m for m in owing if m.peer not in held] or owing
         if not chosen:
-            return [], f"Nobody owes anything of step {under.step:,}, which is not over: a fault of the host.", now
-        what = chosen[0].doing(core.standing.version)
-        what += f" of step {under.step:,}" if what.endswith("gradient") else ""
+            return (
+                [],
+                f"Nobody owes anything of step {core.step_at(under.step):,}, which is not over: a fault of the host.",
+                now,
+            )
+        what = chosen[0].doing(core.standing)
+        what += f" of step {core.step_at(under.step):,}" if what.endswith("gradient") else ""
         return chosen, what, min(m.working_since for m in chosen)
     for call, gathering in core.gatherings.open.items():
         if missing := core.gatherings.missing(call):
-            return missing, f"to call fleet.mean() or fleet.gather() at step {call[0]:,}", gathering.last_at
+            return (
+                missing,
+                f"to call fleet.mean() or fleet.gather() at step {core.step_at(call[0]):,}",
+                gathering.last_at,
+            )
     if looking := [m for m in members if m.evaluating]:
         return looking, "evaluating", min(m.evaluating_since for m in looking)
     if core.paused:
@@ -66,8 +74,8 @@ def _find_late(
 
 def _find_missing(core: Coordinator, now: float, members: list[WorkerRecord]) -> tuple[list[WorkerRecord], str, float]:
     """Find why no step is under way, where nothing else is."""
-    step, ready = core.standing.version, core.membership.ready
-    behind = [m for m in ready if m.applied < step and not m.plain]
+    step, ready = core.steps_done, core.membership.ready
+    behind = [m for m in ready if m.applied < core.standing.version and not m.plain]
     if ready and len(behind) == len(ready):
         return behind, f"applying step {step:,}", min(m.working_since for m in behind)
     if not ready and core.expected:
@@ -92,17 +100,19 @@ def _names(members: Sequence[WorkerRecord]) -> str:
 def tell_owed(core: Coordinator, now: float) -> list[str]:
     """List what each worker does and owes, and what else is under way."""
     under, standing = core.now, core.standing
-    lines = [f"Step {standing.version:,} is done, with {standing.rows_seen:,} rows."]
+    lines = [f"Step {standing.step:,} is done, with {standing.rows_seen:,} rows."]
     if under is not None:
         missing = [number for number in range(under.slices) if number not in under.reports]
         told = f", and not reported: {', '.join(map(str, missing[:32]))}" if missing else ", all reported"
         since = duration(now - under.started)
-        lines.append(f"Step {under.step:,} is under way for {since}: {plural(under.slices, 'slice')}{told}.")
+        lines.append(
+            f"Step {core.step_at(under.step):,} is under way for {since}: {plural(under.slices, 'slice')}{told}."
+        )
     members = list(core.membership.members.values())
     for name, member in zip(unique_names(members), members, strict=True):
         owes = f", owes slices {_ranges(slices_of(member.nodes))}" if member.nodes else ""
         heard = f"heard {duration(member.silent_s(now))} ago" if not member.plain else "a plain peer"
-        lines.append(f"{name}: {member.doing(standing.version)}{owes}, {heard}, applied step {member.applied:,}.")
+        lines.append(f"{name}: {member.doing(standing)}{owes}, {heard}, applied step {core.step_at(member.applied):,}.")
     lines += _tell_under_way(core, now)
     if core.refused:
         refused = ", ".join(f"{kind} {count:,}" for kind, count in core.refused.most_common())
@@ -122,18 +132,16 @@ def _tell_under_way(core: Coordinator, now: float) -> list[str]:
         lines.append(f"Weights from {name(transfer.sponsor)} to {name(transfer.to)}: {left}, moved {moved} ago.")
     for call, gathering in core.gatherings.open.items():
         missing = _names(core.gatherings.missing(call)) or "nobody"
-        given = plural(len(gathering.given), "value")
-        lines.append(
-            f"Values at step {call[0]:,}: {given}, missing: {missing}, for {duration(now - gathering.last_at)}."
-        )
+        given, since = plural(len(gathering.given), "value"), duration(now - gathering.last_at)
+        lines.append(f"Values at step {core.step_at(call[0]):,}: {given}, missing: {missing}, for {since}.")
     saving = core.saving
     if saving.is_under_way:
-        step = f" of step {saving.due.step:,}" if saving.due is not None else ""
+        step = f" of step {core.step_at(saving.due.step):,}" if saving.due is not None else ""
         doing = "is being written" if saving.is_writing else "has yet to come"
         sender = f" from {name(saving.sender)}" if saving.sender is not None and not saving.is_writing else ""
         lines.append(f"A checkpoint{step} {doing}{sender}.")
     for look in core.evaluations.open:
-        lines.append(f"An evaluation at step {look[0]:,} is open.")
+        lines.append(f"An evaluation at step {core.step_at(look[0]):,} is open.")
     return lines
 
 

@@ -125,7 +125,7 @@ class Weights:
             self.alone_since = run.clock
         effects: list[Effect] = []
         if ready.holds and not holds:
-            effects.append(drift_event(member, ready.step, "are not those that were agreed on"))
+            effects.append(drift_event(member, self.run.step_at(ready.step), "are not those that were agreed on"))
         return effects + (self.on_tick() if not self.run.expected else [self._tell_nobody_holds(member)])
 
     def _may_have_the_last(self) -> bool:
@@ -342,7 +342,7 @@ class Weights:
         holders = self.run.membership.holders
         wrong = [m for m in holders if m.worker_id in found and found[m.worker_id].digest != right]
         self.digests.drifted = True
-        return [*(drift_event(member, step, what) for member in wrong), *self._go_back()]
+        return [*(drift_event(member, self.run.step_at(step), what) for member in wrong), *self._go_back()]
 
     def _on_change(self, member: WorkerRecord, applied: Applied) -> list[Effect]:
         """A worker's weights are no longer what it reported after the same step."""
@@ -382,12 +382,15 @@ class Weights:
         run.refused["drifted"] += 1
         self.digests.drifted = True
         self.digests.forget_worker(member)
-        others = [m for m in run.membership.holders if m is not member and m.applied >= step - 1]
+        others, told = (
+            [m for m in run.membership.holders if m is not member and m.applied >= step - 1],
+            run.step_at(step),
+        )
         if not others and not self._can_go_back:
-            return [drift_event(member, step, f"{what}; there is neither a worker nor a checkpoint to mend it")]
+            return [drift_event(member, told, f"{what}; there is neither a worker nor a checkpoint to mend it")]
         if not others:
-            return [drift_event(member, step, f"{what}; the run goes back to its checkpoint"), *self._go_back()]
-        effects: list[Effect] = [drift_event(member, step, f"{what}, and are sent to it anew")]
+            return [drift_event(member, told, f"{what}; the run goes back to its checkpoint"), *self._go_back()]
+        effects: list[Effect] = [drift_event(member, told, f"{what}, and are sent to it anew")]
         run.membership.set_back(member, WorkerPhase.CATCHING_UP)
         if self.rounds.has_sent(member):
             member.nodes = []

@@ -59,7 +59,7 @@ class RunSummary:
             case "worker_came":
                 self.kinds[record["kind"]] += 1
             case "worker_went":
-                self.lost += not record["polite"]
+                self.lost += not record["polite"] and bool(record.get("took_part", True))
 
     @property
     def last(self) -> dict[str, Any]:

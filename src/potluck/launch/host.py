@@ -320,7 +320,7 @@ class _Host:
                 folder=str(self.folder),
                 workers=max(1, len(core.membership.ready)),
                 device="any device",
-                parameters=description.floats,
+                parameters=description.parameters,
                 unit=str(details.get("unit") or "rows"),
                 batch_size=description.batch,
                 steps_total=core.steps_total,

@@ -42,6 +42,12 @@ def _went(event: Record) -> tuple[str, str]:
     now = f"{plural(int(event['workers']), 'worker')} now."
     if event["polite"]:
         return "plain", f"{event['name']} left ({event['reason']}); {now}"
+    if event.get("refused"):
+        reason = str(event["reason"]).removesuffix(".")
+        again = " The others compute its part again." if event.get("owed") and event["workers"] else ""
+        return "bad", f"{event['name']} was turned away: {reason}.{again} {now[:1].upper()}{now[1:]}"
+    if not event.get("took_part", True):
+        return "notice", f"{event['name']} went before it took part ({event['reason']}); {now}"
     again = "the others compute its part again; " if event.get("owed") and event["workers"] else ""
     return "bad", f"{event['name']} is lost ({event['reason']}); {again}{now}{_place(event)}"
 

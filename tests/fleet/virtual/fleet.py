@@ -223,7 +223,7 @@ class Fleet:
 
     def describe(self) -> str:
         members = [
-            f"{m.name}: {m.phase.name}, {m.doing(self.core.standing.version)}, {m.nodes}"
+            f"{m.name}: {m.phase.name}, {m.doing(self.core.standing)}, {m.nodes}"
             for m in self.core.membership.members.values()
         ]
         workers = [
