@@ -54,6 +54,7 @@ def test_the_window_of_a_worker_that_is_alone_ends_where_it_leaves(tmp_path: Pat
     leaver = fleet.add("leaver", asked_to_leave, policy=LONG)
     wait_until(lambda: leaver.process.exitcode is not None)
     assert (tmp_path / "asked").exists()
+    wait_until(lambda: bool(fleet.records))  # its last words are read when it may have ended
     (first,) = fleet.records
     assert first.rows == 32  # of 128
     fleet.add("successor", policy=LONG)
