@@ -80,7 +80,7 @@ class MovedPlanner(WindowPlanner):
         moved = max(report.figures["loss_moved"] for report in reports)
         has_moved = moved > self.policy.threshold  # type: ignore[union-attr]
         self._set_anchor(1 if has_moved else self.policy.anchor)
-        self._why = f"The loss {'has moved' if has_moved else 'stands'}, by {moved:.0%}"
+        self.news = f"The loss {'has moved' if has_moved else 'stands'}, by {moved:.0%}"
 
 
 def bring_moved() -> None:

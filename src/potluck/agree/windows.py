@@ -113,10 +113,10 @@ class WindowPlanner:
         """Rows of a batch in the window that was planned last, and in the one that speeds were measured in."""
         self._why_not_together = ""
         """Why replicas step by themselves though it was not weighed, where the policy chooses."""
-        self._news = ""
+        self.news = ""
         """What has changed since the last plan, as a sentence without its end."""
         if policy.overhead_target is not None and policy.overhead_target != self.elche.overhead_target:
-            self._news = (
+            self.news = (
                 f"An overhead target of {policy.overhead_target:g} is outside {LEAST_TARGET:g} to {MOST_TARGET:g}, and"
                 f" {self.elche.overhead_target:g} is taken"
             )
@@ -176,7 +176,7 @@ class WindowPlanner:
         )
 
     def _sentences(self, *sentences: str) -> str:
-        return "".join(f"{sentence}. " for sentence in (self._news, *sentences) if sentence).rstrip()
+        return "".join(f"{sentence}. " for sentence in (self.news, *sentences) if sentence).rstrip()
 
     def decide_together(
         self, rows: int, *, parts: list[int] | None = None, speeds: Sequence[float] | None = None, is_first: bool = True
@@ -235,7 +235,7 @@ class WindowPlanner:
     def observe(self, rows: Sequence[int], busy_s: Sequence[float], batch_rows: int, more_s: float) -> None:
         """Learn speeds from a step that all took together. `more_s`: what the one before cost beyond that."""
         self.costs.report_step(max(busy_s), more_s)
-        self._batch_rows, self._news = batch_rows, ""
+        self._batch_rows, self.news = batch_rows, ""
         seconds = [own_s * batch_rows / own if own else 0.0 for own, own_s in zip(rows, busy_s, strict=True)]
         reports = [_sane(Report(busy_s=each, batches=1)) for each in seconds]
         self.elche.report_timing([1000 * each.busy_s for each in reports], [int(each.batches) for each in reports], 0.0)
@@ -278,11 +278,11 @@ class WindowPlanner:
         elche.report_timing(walls, [int(report.batches) for report in reports], 1000 * sync_s)
         self._most = min(MOST_BATCHES, GROWTH * self._most)
         self._share_by_speed()
-        self._batch_rows, self._news = self._planned_rows, ""
+        self._batch_rows, self.news = self._planned_rows, ""
         share = 1000 * sync_s / max(walls) if max(walls) > 0 else 0.0
         if elche.anchor != before:
             wanted = f"{percent(elche.overhead_target)} are wanted"
-            self._news = (
+            self.news = (
                 f"Agreeing took {percent(share)} of a window and {wanted}, so the slowest does"
                 f" {plural(elche.anchor, 'batch')} instead of {before}"
             )
@@ -292,7 +292,7 @@ class WindowPlanner:
             before = elche.anchor
             elche.nudge_anchor_down(NUDGE)
             self._calm = elche.anchor
-            self._news = (
+            self.news = (
                 f"Replicas drifted apart three windows running, to {drift:.3g} of the mean, above"
                 f" {limit:g}, so the slowest does {plural(elche.anchor, 'batch')}"
                 f" instead of {before}"
@@ -317,7 +317,7 @@ class WindowPlanner:
             self.elche.is_measured = True
         self._share_by_speed()
         told = [f"{' and '.join(came)} came"] * bool(came) + [f"{' and '.join(went)} went"] * bool(went)
-        self._news = f"{' and '.join(told)}, and the work is shared anew" if told else self._news
+        self.news = f"{' and '.join(told)}, and the work is shared anew" if told else self.news
 
     def _share_by_speed(self) -> None:
         speeds = self.elche.speeds
