@@ -7,11 +7,12 @@ from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import Effect, Send
 from potluck.fleet.gathering import MOST_BYTES, MOST_DONE, MOST_TOTAL_BYTES
 from potluck.fleet.member import MemberPhase
-from potluck.wire.messages import Gather, Gathered, Refusal
+from potluck.wire.messages import Applied, Gather, Gathered, Refusal, StateBegin, StateChunk
 from tests.fleet.test_coordinator import KNOWN_LENGTH, effects_of, hello, ready
 from tests.fleet.test_insiders import insider, refused
 from tests.fleet.virtual import PATIENCE_S, SECRET, STEPS, FaultScript, Fleet
 from tests.fleet.virtual.lone import LoneHolder
+from tests.fleet.virtual.process import Life
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -153,3 +154,31 @@ def test_what_is_kept_is_bounded() -> None:
     assert not any(isinstance(answer, Refusal) for answer in answers)
     faults = [answer.fault for answer in answers if isinstance(answer, Gathered)]
     assert f"{MOST_TOTAL_BYTES:,}" in faults[-1] and not core.gatherings.open.get((0, 100))
+
+
+class Reloading(LoneHolder):
+    def receive_state(self, step: int, header: str) -> None:
+        self.step = step
+
+    def take_chunk(self, data: bytes) -> Life:
+        yield from ()
+
+    def load_state(self) -> tuple[int, int]:
+        return self.step, self.step
+
+    def applied_message(self, step: int, digest: str, norm: float, fault: str) -> Applied:
+        return Applied(step, digest, 0.1, norm, fault)
+
+
+def test_a_worker_whose_run_went_back_counts_anew_what_it_gathers_at_a_step() -> None:
+    """It was in the second gathering of a step while the others were in their first, and later values were mixed."""
+    holder = Reloading()
+    member = holder.member
+    member.version, member.phase = 5, MemberPhase.IN
+    holder.go(member.gather(b"before"))
+    member.phase = MemberPhase.CATCHING_UP
+    holder.go(member.hear(StateBegin(1, 4, '[["weights", 1]]')))
+    holder.go(member.hear(StateChunk(1, b"x")))
+    member.version = 5
+    holder.go(member.gather(b"after"))
+    assert [(said.step, said.call) for said in holder.sent if isinstance(said, Gather)] == [(5, 0), (5, 0)]

@@ -312,6 +312,7 @@ class Member:
         """Puts the state that is here into the model."""
         version, step = self._holder.load_state()  # the step: what a person calls it
         self.version = self._loaded_at = version
+        self._call = -1, -1  # of a life that is over: those who take its steps with us count anew
         self.saves.forget_after(version)
         self._changed_at, self._is_damaged, self._has_stepped = -1, False, False
         self._later = deque(message for message in self._later if message.step > version)
