@@ -57,6 +57,8 @@ def paged(wanted: PageSettings, address: Access = HERE, **more: Any) -> Iterator
     try:
         yield process
     finally:
+        process.end()
+        process.process.wait(60)  # close() kills one that a busy machine gives no time to end by itself
         process.close()
 
 
