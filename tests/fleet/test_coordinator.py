@@ -1468,7 +1468,7 @@ def test_a_plain_peer_gets_a_range_and_its_mean_is_weighed_by_it() -> None:
     assert Send(1, JoinAccepted(0, 2)) in came  # as many as are expected
     effects = effects_of(core, (2, hello()), (2, ready()))
     assert Send(1, ShardAssignment(1, 0, 8)) in effects
-    assert Expect(1, 1, ((0, 4),), (8 * 0.25,)) in effects
+    assert Expect(1, 1, ((0, 4),), 8 * 0.25) in effects
 
 
 def test_it_is_said_once_that_a_plain_peer_which_sends_parts_reports_no_loss() -> None:

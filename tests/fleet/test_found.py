@@ -15,9 +15,9 @@ from potluck.fleet.coordinator_state import Resumed
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.effects import SaveAbort, SaveBegin, Send
 from potluck.fleet.gathering import LONG
-from potluck.fleet.member import DIVERGED
 from potluck.fleet.membership import Lateness, Membership, WorkerPhase, beat_s
 from potluck.wire.messages import (
+    DIVERGED,
     SAVE,
     STEPPED,
     Admitted,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from potluck.account import Told, know, short_stack, tell_with
-from potluck.coded_numbers import Floats, Octets
+from potluck.coded_numbers import Coding, Floats, Octets
 from potluck.errors import PotluckError, TheirProtocolError
 from potluck.fleet.connection import Connection, PayloadLayout, part_of
 from potluck.fleet.description import Description
@@ -324,34 +324,32 @@ class Client:
 
     def _read_average(self, session: _Session, head: memoryview, length: int) -> None:
         bulk, over = session.read_bulk(head, length)
+        index, coding = self._check_average(bulk)
+        enter_phase("average", bulk.fields["step"], part=index)
+        floats = self._room(session, index)
+        if coding is None:
+            over = session.fill(floats.view(np.uint8).data, over)
+        else:
+            for first in range(0, len(floats), CHUNK):
+                chunk = floats[first : first + CHUNK]
+                coded = np.empty(coding.coded_bytes(len(chunk)), np.uint8)
+                over = session.fill(coded.data, over)
+                coding.decode(coded, chunk)
+        bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
+        self._arrived(session, Average(bulk.fields["step"], index, floats))
+
+    def _check_average(self, bulk: Bulk) -> tuple[int, Coding | None]:
+        """Return which part the host sends, and its coding, before anything of it is read."""
         assert self.description is not None
         if bulk.message is CodedAverage:
-            self._read_coded_average(session, bulk, over, length)
-            return
+            return self._layout.check_coded(bulk)
         if bulk.message not in (AveragedBlockGradient, AveragedNonBlockGradient):
             raise TheirProtocolError(f"The host sent a {bulk.message.__name__}.")
-        key, step = part_of(bulk), bulk.fields["step"]
-        index = self._layout.parts.get(key)
+        name, number = part_of(bulk)
+        index = self._layout.parts.get((name, number))
         if index is None or bulk.count != self.description.parts[index].floats:
-            raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {key[0]} {key[1]}.")
-        enter_phase("average", step, part=index)
-        floats = self._room(session, index)
-        over = session.fill(floats.view(np.uint8).data, over)
-        bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
-        self._arrived(session, Average(step, index, floats))
-
-    def _read_coded_average(self, session: _Session, bulk: Bulk, over: memoryview, length: int) -> None:
-        index, coding = self._layout.check_coded(bulk)
-        step = bulk.fields["step"]
-        enter_phase("average", step, part=index)
-        floats = self._room(session, index)
-        for first in range(0, len(floats), CHUNK):
-            chunk = floats[first : first + CHUNK]
-            coded = np.empty(coding.coded_bytes(len(chunk)), np.uint8)
-            over = session.fill(coded.data, over)
-            coding.decode(coded, chunk)
-        bulk.finish(session.fill_after(over, length - bulk.start - bulk.nbytes))
-        self._arrived(session, Average(step, index, floats))
+            raise TheirProtocolError(f"The host sent {bulk.count:,} averages for {name} {number}.")
+        return index, None
 
     def _share(self, session: _Session, message: ShareMemory) -> None:
         """The host is on this machine: its averages are seen from now on, and this worker's gradients shown."""

@@ -14,9 +14,9 @@ from typing import Any
 
 from potluck.agree.records import Position
 from potluck.errors import TheirProtocolError
-from potluck.events import Sampled, Stalled, WentBack, WorkerWent
+from potluck.events import Sampled, WentBack, WorkerWent
 from potluck.fleet import bounds
-from potluck.fleet.coordinator_state import CoordinatorState, Resumed
+from potluck.fleet.coordinator_state import CoordinatorState, Resumed, stalled
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Close, Effect, Emit, Finish, Send, SendBase, ShowTo
 from potluck.fleet.ending import Ending
@@ -239,7 +239,7 @@ class Coordinator(CoordinatorState):
         if not wait_s or self.finished:
             return []
         doing = f"it has come and gone {times} times, each time within {self.patience_s:g} s, and is held off"
-        return [Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=wait_s))]
+        return [stalled(member, doing, wait_s)]
 
     # What became of gradients
 

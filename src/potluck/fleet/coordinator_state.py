@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from potluck.agree.records import Position
-from potluck.events import WorkerCame
+from potluck.events import Stalled, WorkerCame
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Effect, Emit, Send
 from potluck.fleet.membership import PAUSE, Membership, WorkerRecord, beat_s
@@ -149,6 +149,13 @@ class CoordinatorState:
             sentence = "A person let this worker go. The run continues without it."
             return [Send(member.peer, Refusal(LET_GO, sentence))]
         return [Send(member.peer, Shutdown()), *([Close(member.peer, "the run is over")] if member.plain else [])]
+
+
+def stalled(member: WorkerRecord, doing: str, seconds: float = 0.0, *, then: str = "", stack: str = "") -> Emit:
+    """Tell people that the others wait for this worker, or cannot use what it sent."""
+    return Emit(
+        Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=seconds, then=then, stack=stack)
+    )
 
 
 def exact_sum(figures: Iterable[float]) -> float:

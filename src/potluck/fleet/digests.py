@@ -6,8 +6,7 @@ It only keeps account; weights.py decides what follows.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from potluck.events import Stalled
-from potluck.fleet.coordinator_state import CoordinatorState
+from potluck.fleet.coordinator_state import CoordinatorState, stalled
 from potluck.fleet.effects import Agreed, Effect, Emit
 from potluck.fleet.membership import WorkerRecord, unique_names
 from potluck.wire.messages import Ready
@@ -135,5 +134,4 @@ def _list(names: list[str]) -> str:
 
 
 def drift_event(member: WorkerRecord, step: int, what: str) -> Emit:
-    doing = f"its weights after step {step:,} {what}"
-    return Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0))
+    return stalled(member, f"its weights after step {step:,} {what}")

@@ -77,8 +77,8 @@ class Expect(Effect):
     peer: int
     step: int
     nodes: tuple[Node, ...]
-    weights: tuple[float, ...]
-    """For each node, what its gradients are multiplied by: 1 but for a plain peer, which sends means."""
+    weight: float = 1.0
+    """The factor for its gradients: 1 but for a plain peer, which sends means."""
 
 
 class Narrow(Effect):

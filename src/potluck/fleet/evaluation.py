@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from potluck.events import Stalled, Validated, loss_among
-from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
+from potluck.events import Validated, loss_among
+from potluck.fleet.coordinator_state import CoordinatorState, exact_sum, stalled
 from potluck.fleet.effects import Effect, Emit, Send
 from potluck.fleet.ledger import Range
 from potluck.fleet.membership import Look, WorkerPhase, WorkerRecord
@@ -159,9 +159,8 @@ class Evaluations:
         effects: list[Effect] = []
         for member in [m for m in waiting if m.worker_id in odd]:
             doing = f"it reports other figures of the held-out rows than {tell_names(names)}, which the others report"
-            then = "it is left out of this validation"
-            told = Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0, then=then)
-            effects += [Emit(told), Send(member.peer, Evaluated(look[0], 0.0, 0.0, names or LOSS))]
+            effects.append(stalled(member, doing, then="it is left out of this validation"))
+            effects.append(Send(member.peer, Evaluated(look[0], 0.0, 0.0, names or LOSS)))
         for member in [m for m in waiting if m.worker_id not in odd]:
             effects += self._give_next(member, look, evaluation)
         return effects

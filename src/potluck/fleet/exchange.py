@@ -43,12 +43,17 @@ class ExpectedPayloads:
 
     step: int
     nodes: tuple[Node, ...]
-    weights: tuple[float, ...]
+    weight: float
     parts: tuple[int, ...]
     """Parts that travel in this step, in order."""
     at: int = 0
+    """How many payloads have come."""
     came: set[int] = field(default_factory=set)
     useless: set[Node] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        return self.at == len(self.nodes) * len(self.parts)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -180,9 +185,7 @@ class Exchange:
         """Carry out an effect that concerns gradients. Call it under the lock, as for all effects."""
         match effect:
             case effects.Expect() if (connection := self.connections.get(effect.peer)) is not None:
-                connection.expected.append(
-                    ExpectedPayloads(effect.step, effect.nodes, effect.weights, self._travelling)
-                )
+                connection.expected.append(ExpectedPayloads(effect.step, effect.nodes, effect.weight, self._travelling))
             case effects.Narrow() if (connection := self.connections.get(effect.peer)) is not None:
                 connection.narrow(effect.step, effect.node, effect.done)
             case effects.Discard() if (connection := self.connections.get(effect.peer)) is not None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from potluck.events import Stalled
-from potluck.fleet.coordinator_state import CoordinatorState
-from potluck.fleet.effects import Effect, Emit, Send
+from potluck.fleet.coordinator_state import CoordinatorState, stalled
+from potluck.fleet.effects import Effect, Send
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.membership import Call, WorkerPhase, WorkerRecord
 from potluck.wire.messages import Gather, Gathered
@@ -177,10 +176,7 @@ class Gatherings:
             doing = (
                 f"it has not called fleet.mean() or fleet.gather() at step {run.step_at(call[0]):,}, as others have,"
             )
-            effects += [
-                Emit(Stalled(worker=m.worker_id, name=m.name, doing=doing, seconds=seconds, then=then))
-                for m in self.missing(call)
-            ]
+            effects += [stalled(member, doing, seconds, then=then) for member in self.missing(call)]
             if is_over:
                 for member in self.missing(call):
                     member.passed_over = max(member.passed_over, call)

@@ -20,6 +20,7 @@ from potluck.fleet.file_stream import stream_files
 from potluck.fleet.holder import ConnectionLost, Holder, Waits
 from potluck.fleet.member_asks import MemberEvaluation, MemberGathering, MemberSaves
 from potluck.wire.messages import (
+    DIVERGED,
     FOR_ALL,
     LET_GO,
     SAVE,
@@ -45,8 +46,6 @@ from potluck.wire.words import clean
 
 BEAT_S = 0.2
 """How long to wait for a message before this worker looks whether somebody wants it to stop."""
-DIVERGED = 4
-"""A refusal's code: the loss or the weights are no numbers any more."""
 DRIFTS, DRIFT_STEPS = 4, 40
 """A worker whose weights had to be replaced more often than DRIFTS times within DRIFT_STEPS steps ends."""
 

@@ -5,6 +5,7 @@ Gradients are taken where they were asked for, in the order in which they were, 
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -77,23 +78,26 @@ class PeerReader:
         bulk, over = self._connection.read_bulk(head, length)
         if bulk.message is GradientPayload:
             self._read_whole(mean, bulk, over, length)
-        elif bulk.message in (BlockGradientPayload, NonBlockGradientPayload):
-            self._read_part(bulk, over, length)
         elif bulk.message is CodedPart and not self._connection.plain:
-            self._read_coded(bulk, over, length)
+            part, _ = self._exchange.layout.check_coded(bulk)
+            self._connection.pipe.spared_received_bytes += 4 * mean.sizes[part] - bulk.nbytes
+            self._read_part(part, mean.sizes[part], bulk, over, length)
+        elif bulk.message in (BlockGradientPayload, NonBlockGradientPayload):
+            name, number = part_of(bulk)
+            found = self._exchange.layout.parts.get((name, number))
+            if found is None:
+                raise TheirProtocolError(f"This run's model has no {name} {number}.")
+            self._read_part(found, bulk.count, bulk, over, length)
         else:
             raise TheirProtocolError(f"{bulk.message.__name__} is not for a worker to send.")
 
-    def _read_part(self, bulk: Bulk, over: memoryview, length: int) -> None:
+    def _read_part(self, part: int, count: int, bulk: Bulk, over: memoryview, length: int) -> None:
+        """`count`: of its floats, which may travel as fewer bytes."""
         connection, layout = self._connection, self._exchange.layout
-        key = part_of(bulk)
-        part = layout.parts.get(key)
-        if part is None:
-            raise TheirProtocolError(f"This run's model has no {key[0]} {key[1]}.")
         if connection.blocks is None:
-            with self._exchange.lock:
+            with self._exchange.lock:  # else a part that is formed meanwhile would be sent twice, or never
                 self._exchange.send_by_parts(connection)
-        expected, slot = self._open_next(bulk.fields["step"], part, bulk.count)
+        expected, slot = self._open_next(bulk.fields["step"], part, count, coded=bulk.message is CodedPart)
         try:
             over = self._pour(slot, over)
             tail = connection.fill_after(over, length - bulk.start - bulk.nbytes)
@@ -102,22 +106,7 @@ class PeerReader:
                 raise TheirProtocolError("component_sizes are not those of this run's model.")
         finally:
             self._shut(slot)
-        if expected is None or slot.revoked:
-            return
-        if expected.at == len(layout.tails) if connection.plain else part == expected.parts[-1]:
-            self._payload_done(expected, slot)
-
-    def _read_coded(self, bulk: Bulk, over: memoryview, length: int) -> None:
-        part, _ = self._exchange.layout.check_coded(bulk)
-        self._connection.pipe.spared_received_bytes += 4 * self._mean.sizes[part] - bulk.nbytes
-        expected, slot = self._open_next(bulk.fields["step"], part, self._mean.sizes[part], coded=True)
-        try:
-            over = self._pour(slot, over)
-            bulk.finish(self._connection.fill_after(over, length - bulk.start - bulk.nbytes))
-        finally:
-            self._shut(slot)
-        if expected is not None and part == expected.parts[-1] and not slot.revoked:
-            self._payload_done(expected, slot)
+        self._part_done(expected, slot)
 
     def _read_whole(self, mean: PayloadMean, bulk: Bulk, over: memoryview, length: int) -> None:
         """A plain peer's whole gradient, in the order of the model's parameters."""
@@ -195,8 +184,7 @@ class PeerReader:
             connection.held = False
             self._shut(slot)
         connection.receipts.give()
-        if expected is not None and at.part == expected.parts[-1] and not slot.revoked:
-            self._payload_done(expected, slot)
+        self._part_done(expected, slot)
 
     # Which of those that it was asked for
 
@@ -209,7 +197,8 @@ class PeerReader:
             return expected, self._open(expected, part, count, coded=coded)
 
     def _next_expected(self, step: int, part: int | None) -> ExpectedPayloads | None:
-        """Find which of the payloads that it was asked for this is; None if it was not asked for it. Under the lock."""
+        """Find which of the payloads that it was asked for this is, as if only its node had been asked for; None if it
+        was not. Under the lock."""
         connection, core = self._connection, self._core
         if not connection.expected or connection.expected[0].step != step:
             core.refused["stale payload"] += 1
@@ -228,21 +217,25 @@ class PeerReader:
             return None
         first.at += 1
         first.came.add(part)
-        if first.at == len(first.nodes) * len(first.parts):
+        if first.is_over:
             connection.expected.popleft()
-        return ExpectedPayloads(step, (node,), (first.weights[0],), first.parts, first.at, useless=first.useless)
+        return replace(first, nodes=(node,), at=wanted + 1)
 
     def _open(self, expected: ExpectedPayloads | None, part: int, count: int, *, coded: bool = False) -> Slot:
         peer, mean = self._connection.peer, self._mean
         if expected is None or expected.nodes[0] in expected.useless:
             return mean.open(peer, -1, part, (0, 1), count, coded=coded)
-        slot = mean.open(peer, expected.step, part, expected.nodes[0], count, expected.weights[0], coded=coded)
+        slot = mean.open(peer, expected.step, part, expected.nodes[0], count, expected.weight, coded=coded)
         self._connection.slot = slot
         return slot
 
     def _shut(self, slot: Slot) -> None:
         self._connection.slot = None
         slot.close()
+
+    def _part_done(self, expected: ExpectedPayloads | None, slot: Slot) -> None:
+        if expected is not None and expected.is_over and not slot.revoked:
+            self._payload_done(expected, slot)
 
     def _payload_done(self, expected: ExpectedPayloads, slot: Slot) -> None:
         node = expected.nodes[0]

@@ -12,9 +12,9 @@ from typing import Any
 from potluck.agree.loss_scale import most_falls
 from potluck.agree.records import Report
 from potluck.agree.terms import UNCOMPARED
-from potluck.events import EpochDone, Noticed, Stalled
+from potluck.events import EpochDone, Noticed
 from potluck.fleet.bounds import figures_of
-from potluck.fleet.coordinator_state import CoordinatorState, exact_sum
+from potluck.fleet.coordinator_state import CoordinatorState, exact_sum, stalled
 from potluck.fleet.description import BAD_BUFFERS
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import (
@@ -37,7 +37,7 @@ from potluck.fleet.ledger import prove
 from potluck.fleet.membership import WorkerRecord, slices_of
 from potluck.fleet.planning import StepPlanner, StepUnderWay
 from potluck.fleet.tree import Node, cover, decide_quotas, tell_slices
-from potluck.wire.messages import Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
+from potluck.wire.messages import DIVERGED, Applied, Committed, Refusal, ShardAssignment, Shutdown, SliceReport
 from potluck.words import plural
 
 LEAST_SAMPLES, MOST_SAMPLES, MOST_LOSS = 1e-6, 1e15, 1e300
@@ -153,8 +153,7 @@ class StepDispatcher:
         member.working_since = self._run.clock
         if member.plain:
             return self._give_plain(under, member, nodes)
-        expected = Expect(member.peer, under.step, tuple(nodes), (1.0,) * len(nodes))
-        return [expected, Send(member.peer, under.work(nodes))]
+        return [Expect(member.peer, under.step, tuple(nodes)), Send(member.peer, under.work(nodes))]
 
     def _give_plain(self, under: StepUnderWay, member: WorkerRecord, nodes: list[Node]) -> list[Effect]:
         """It will not say how many samples its rows have: that is taken for granted."""
@@ -168,7 +167,7 @@ class StepDispatcher:
                 rows = under.bounds[number][1] - under.bounds[number][0]
                 samples = rows * described.samples_per_row
                 under.reports[number] = Report(samples=samples, loss_sum=math.nan, worker=member.worker_id)
-            effects.append(Expect(member.peer, under.step, (node,), (weight,)))
+            effects.append(Expect(member.peer, under.step, (node,), weight))
             effects.append(Send(member.peer, ShardAssignment(under.step, start, end)))
         return effects + self._scale()
 
@@ -367,10 +366,9 @@ class StepDispatcher:
             # What it told of the slice stays: parts that came before the bad one may be in the sums, and be scaled.
             under.bad[number] = member.name
         which = f"slices {tell_slices(node)} of step {self._run.step_at(step):,}"
-        doing = f"its gradient of {which} {why}; they are computed again"
         return [
             Discard(peer, node),
-            Emit(Stalled(worker=member.worker_id, name=member.name, doing=doing, seconds=0.0)),
+            stalled(member, f"its gradient of {which} {why}; they are computed again"),
             *self.hand_out([node] if under.batch else [(n, n + 1) for n in range(*node)], avoid=peer),
         ]
 
@@ -387,13 +385,10 @@ class StepDispatcher:
             f" to {end - 1} of epoch {run.standing.epoch + 1}'s order. {advice}; the weights are those of the step"
             " before"
         )
-        refusal = Refusal(4, run.finished + ".")
-        effects: list[Effect] = [Send(m.peer, refusal) for m in run.membership.members.values() if not m.plain]
-        effects += self._shut_plain_peers()
-        return [*effects, *self.abandon(), Finish(run.finished + ".", failed=True)]
-
-    def _shut_plain_peers(self) -> list[Effect]:
-        return [Send(m.peer, Shutdown()) for m in self._run.membership.members.values() if m.plain]
+        refusal = Refusal(DIVERGED, run.finished + ".")
+        members = run.membership.members.values()
+        told = [Send(member.peer, Shutdown() if member.plain else refusal) for member in members]
+        return [*told, *self.abandon(), Finish(run.finished + ".", failed=True)]
 
     def _scale(self) -> list[Effect]:
         under = self.now
@@ -434,7 +429,7 @@ class StepDispatcher:
         if epoch is not None:
             effects.append(Emit(epoch))
         if run.stopping:
-            effects += self._shut_plain_peers()
+            effects += [Send(m.peer, Shutdown()) for m in run.membership.members.values() if m.plain]
         self.now = None
         return effects + self.start()
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from potluck.events import Stalled
-from potluck.fleet.coordinator_state import CoordinatorState
+from potluck.fleet.coordinator_state import CoordinatorState, stalled
 from potluck.fleet.effects import Effect, Emit
 from potluck.fleet.membership import WorkerRecord, slices_of
 from potluck.fleet.step_dispatcher import StepDispatcher
@@ -37,8 +36,7 @@ class Stragglers:
 
     def _stalled(self, member: WorkerRecord, is_silent: bool, seconds: float, then: str = "") -> Emit:
         doing = f"{'silent while ' * is_silent}{member.doing(self.run.standing)}"
-        who, stack = member.name, member.stack
-        return Emit(Stalled(worker=member.worker_id, name=who, doing=doing, seconds=seconds, then=then, stack=stack))
+        return stalled(member, doing, seconds, then=then, stack=member.stack)
 
     def _waited_since(self, member: WorkerRecord) -> float:
         now = self.rounds.now

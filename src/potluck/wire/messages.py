@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 PROTOCOL = 4
 """Version of our own messages: a Hello says which one its sender speaks."""
+DIVERGED = 4
+"""The code of a Refusal that ends the run: the loss or the weights are no numbers any more."""
 TOO_SOON = 5
 """The code of a Refusal after which a worker waits, and comes again."""
 LET_GO = 6

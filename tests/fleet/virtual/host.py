@@ -29,7 +29,7 @@ from potluck.wire.messages import (
 from tests.fleet.virtual.clock import ProcessClock
 from tests.fleet.virtual.disk import Disk
 from tests.fleet.virtual.line import Average, Line, Lost, Payload
-from tests.fleet.virtual.toy import CHUNK, PARTS, TICK_S
+from tests.fleet.virtual.toy import CHUNK, TICK_S
 
 if TYPE_CHECKING:
     from tests.fleet.virtual.fleet import Fleet
@@ -88,11 +88,8 @@ class _Pourer(PeerReader):
             with np.errstate(over="ignore", invalid="ignore"):
                 slot.filled()
         self._shut(slot)
-        expected, connection = item.expected, self._connection
-        if item.cut or expected is None or slot.revoked:
-            return True
-        if expected.at == len(PARTS) if connection.plain else item.part == expected.parts[-1]:
-            self._payload_done(expected, slot)
+        if not item.cut:
+            self._part_done(item.expected, slot)
         return True
 
 
