@@ -26,7 +26,7 @@ from potluck.events import (
     WorkerWent,
     record_of,
 )
-from potluck.fleet.coordinator import LEGAL, Coordinator
+from potluck.fleet.coordinator import LEGAL, Coordinator, feed
 from potluck.fleet.coordinator_state import Resumed
 from potluck.fleet.description import BAD_BUFFERS, BUFFERS, Part, settings_of
 from potluck.fleet.effects import (
@@ -236,8 +236,7 @@ def test_a_host_that_paused_judges_nobodys_silence_before_it_had_time_to_read() 
     core = run.core
     first, second = core.membership.holders
     now = run.clock.now + PATIENCE_S / 5  # shorter than a pause that is forgiven
-    core.on_heard(now, second.peer)
-    core.on_tick(now)
+    feed(core, now, "tick", {second.peer: now}, [])
     assert first.silent_s(now) > first.lateness.silence_limit_s(now, PATIENCE_S)
     assert not core.stragglers.part_with_silent({first.peer})
 

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.exchange import PeerConnection
 from potluck.fleet.journal import Journal
 from potluck.fleet.member import Member
-from potluck.fleet.membership import Membership, WorkerRecord
+from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.planning import StepUnderWay
 from potluck.fleet.saving import Saving
 from potluck.fleet.step_dispatcher import StepDispatcher
@@ -36,7 +37,7 @@ def nothing(*given: Any, **named: Any) -> list[Any]:
 Patch = tuple[Any, str, Any]
 MUTANTS: dict[str, list[Patch]] = {
     # The two of old.
-    "a host counts its own pause as its workers' silence": [(Membership, "extend_deadlines", nothing)],
+    "a host counts its own pause as its workers' silence": [(CoordinatorState, "pass_time", lambda core, now: now)],
     "a worker that is given the end in mid-epoch waits for work": [
         (Worker, "_has_rows", lambda worker: not worker.stopping and worker.state.row < ROWS)
     ],

@@ -23,7 +23,7 @@ from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
 from potluck.fleet.invite import is_right_secret
-from potluck.fleet.membership import FETCHER, PAUSE, WorkerPhase, WorkerRecord, beat_s
+from potluck.fleet.membership import FETCHER, WorkerPhase, WorkerRecord
 from potluck.fleet.orders import Orders
 from potluck.fleet.plain_peers import PlainPeers
 from potluck.fleet.planning import StepUnderWay
@@ -87,7 +87,6 @@ class Coordinator(CoordinatorState):
         self._recipe = recipe
         self._secret = secret
         self._returns = RejoinLimiter(patience_s)
-        self._ticked_at: float | None = None
         self._watchers: set[int] = set()
         self._wrote_at: float | None = None
         # Each knows those above it, and none below.
@@ -292,7 +291,6 @@ class Coordinator(CoordinatorState):
 
     def on_tick(self, now: float) -> list[Effect]:
         self.clock = now
-        self._forgive_pause(now)
         effects: list[Effect] = []
         for member in self.membership.late(now, self.patience_s):
             why = f"silent for {member.silent_s(now):.1f} s while {member.doing(self.standing)}"
@@ -307,18 +305,6 @@ class Coordinator(CoordinatorState):
         effects += self.saving.ask_again()
         effects += self.weights.on_tick()
         return effects + self.ending.finish()
-
-    def _forgive_pause(self, now: float) -> None:
-        """This host itself may not have run: a stopped process, a sleeping laptop, a hung disk. Workers that could
-        not be heard meanwhile must not be given up for it."""
-        gap = now - self._ticked_at if self._ticked_at is not None else 0.0
-        self._ticked_at = now
-        if gap > PAUSE * beat_s(self.patience_s):
-            self.awake_since = now
-        if gap > self.patience_s / 4:
-            self.membership.extend_deadlines(now, gap)
-            for machine in (self.transfers, self.saving, self.gatherings, self.ending, self.weights):
-                machine.extend_deadlines(gap)
 
 
 _Hear = Callable[[Coordinator, WorkerRecord, Any], list[Effect]]
@@ -340,13 +326,13 @@ _HEAR: dict[type[Message], _Hear] = {
 """Not of the object: a coordinator holds nothing but what it knows, so that it can be written down."""
 
 Heard = dict[int, float]
-"""Peer -> when a byte of it last came."""
+"""Peer -> when a byte of it last came, by this machine's clock."""
 
 
 def _tick(core: Coordinator, now: float, heard: Heard, waits_for: list[int]) -> list[Effect]:
     """`waits_for`: peers that have not taken the averages of the step before, which the next cannot replace."""
     for peer, at in heard.items():
-        core.on_heard(at, peer)
+        core.on_heard(core.own_time(at), peer)
     return core.on_tick(now) + core.stragglers.part_with_silent(set(waits_for))
 
 
@@ -372,4 +358,5 @@ feed this table, so that what is written down of a run is all that its coordinat
 
 
 def feed(core: Coordinator, now: float, name: str, *what: Any) -> list[Effect]:
-    return INPUTS[name](core, now, *what)
+    """`now`: by this machine's clock."""
+    return INPUTS[name](core, core.pass_time(now), *what)

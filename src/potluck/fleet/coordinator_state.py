@@ -38,7 +38,9 @@ class CoordinatorState:
         described = resumed.description
         self.patience_s = patience_s
         self.clock = 0.0
-        """The time of the last call from outside."""
+        """The run's time at the last call from outside."""
+        self._ran_at: float | None = None
+        self._stood_still_s = 0.0
         self.standing = resumed.standing or Position()
         """Where the run stands: what a restart resumes from."""
         self.previous = resumed.previous
@@ -103,6 +105,22 @@ class CoordinatorState:
         limit_s = self.patience_s / 2 if member.plain else member.lateness.silence_limit_s(self.clock, self.patience_s)
         has_read = self.clock - self.awake_since > PAUSE * beat_s(self.patience_s)
         return has_read and member.silent_s(self.clock) > limit_s
+
+    def pass_time(self, now: float) -> float:
+        """Return the run's time. It stands still while this host does not run (a stopped process, a sleeping laptop, a
+        hung disk): nobody could be heard meanwhile, and no deadline may be over for that. A host that runs calls this
+        at every tick."""
+        gap = now - self._ran_at if self._ran_at is not None else 0.0
+        self._ran_at = now
+        if gap > self.patience_s / 4:
+            self._stood_still_s += gap
+        if gap > PAUSE * beat_s(self.patience_s):
+            self.awake_since = self.own_time(now)
+        return self.own_time(now)
+
+    def own_time(self, now: float) -> float:
+        """Convert a time of this machine's clock to the run's."""
+        return now - self._stood_still_s
 
     def skip_ahead(self) -> None:
         """The step that was being computed again counts as it is on record."""

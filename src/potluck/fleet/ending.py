@@ -82,9 +82,6 @@ class Ending:
         is_over = self.run.finished is not None and not self.run.membership.members
         return [Finish(self.run.finished or "")] if is_over else []
 
-    def extend_deadlines(self, seconds: float) -> None:
-        self.over_since = min(self.run.clock, self.over_since + seconds)
-
     def expire_slow(self) -> list[Effect]:
         """Closes workers that were told to go, or that have nothing left to do and do not say so."""
         run = self.run

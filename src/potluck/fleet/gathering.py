@@ -155,11 +155,6 @@ class Gatherings:
         for member in self.run.membership.members.values():
             member.gathering, member.gathered, member.passed_over = None, (-1, -1), (-1, -1)
 
-    def extend_deadlines(self, seconds: float) -> None:
-        for found in self.open.values():  # one that was given just now, as the host woke, has lost no time
-            found.last_at = min(self.run.clock, found.last_at + seconds)
-            found.told_at = min(self.run.clock, found.told_at + seconds)
-
     def on_tick(self) -> list[Effect]:
         """Name the workers that are waited for; after a while the others continue without them."""
         run, effects = self.run, self.settle()

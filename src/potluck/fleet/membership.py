@@ -231,10 +231,10 @@ class Membership:
         member.phase = WorkerPhase.READY
         self._changes += 1
 
-    def set_back(self, member: WorkerRecord, phase: WorkerPhase) -> None:
-        """Puts it back to a phase in which it does not take part."""
+    def set_back(self, member: WorkerRecord) -> None:
+        """It gets the run's weights, and does not take part before it has them."""
         self._changes += 1
-        member.phase = phase
+        member.phase = WorkerPhase.CATCHING_UP
         member.relieved = 0  # the step may never be applied: the run may go back to before it
 
     @property
@@ -263,15 +263,6 @@ class Membership:
 
     def late(self, now: float, patience_s: float) -> list[WorkerRecord]:
         return [member for member in self.members.values() if member.silent_s(now) > patience_s]
-
-    def extend_deadlines(self, now: float, seconds: float) -> None:
-        """Time in which nobody could be heard counts as nobody's silence."""
-        for member in self.members.values():
-            member.heard_at = min(now, member.heard_at + seconds)
-            member.working_since = min(now, member.working_since + seconds)
-            member.evaluating_since = min(now, member.evaluating_since + seconds)
-            if member.shut_at is not None:
-                member.shut_at = min(now, member.shut_at + seconds)
 
 
 def unique_names(members: Sequence[WorkerRecord]) -> list[str]:

@@ -187,9 +187,6 @@ class Saving:
 
     # Time
 
-    def extend_deadlines(self, seconds: float) -> None:
-        self._moved_at = min(self._run.clock, self._moved_at + seconds)
-
     def expire_slow(self) -> list[Effect]:
         """A worker that was to send it, and sends nothing of it, is passed over while there are others to ask. One that
         has stopped in the middle is asked once more: a failure may have reached it when the next was on its way. So is

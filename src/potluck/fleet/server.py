@@ -207,7 +207,7 @@ class Server:
             "kind": member.kind,
             "phase": "leaving" if member.leaving else member.phase.name.lower(),
             "doing": member.doing(self.core.standing),
-            "silent_s": round(max(0.0, member.silent_s(time.monotonic())), 2),
+            "silent_s": round(max(0.0, member.silent_s(self.core.own_time(time.monotonic()))), 2),
             "address": member.address,
             **({"rtt_s": rtt_s} if rtt_s is not None else {}),
         }

@@ -8,7 +8,7 @@ from potluck.fleet.coordinator_state import CoordinatorState
 from potluck.fleet.digests import Digests
 from potluck.fleet.effects import Effect, Send, SendCheckpoint, Subscribe
 from potluck.fleet.file_stream import most_bytes, stream_files
-from potluck.fleet.membership import WorkerPhase, WorkerRecord
+from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.saving import SLOW_STATE, Saving
 from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.wire.messages import SAVE, Admitted, StateBegin, StateChunk, StateMore, StateRequest
@@ -79,7 +79,7 @@ class Transfers:
         return [*effects, SendCheckpoint(member.peer, number)]
 
     def _begin(self, sponsor: int | None, member: WorkerRecord, step: int) -> tuple[list[Effect], int]:
-        self.run.membership.set_back(member, WorkerPhase.CATCHING_UP)
+        self.run.membership.set_back(member)
         member.since = step + 1
         number, self.next_number = self.next_number, self.next_number + 1
         self.under_way[number] = Transfer(number, sponsor, member.peer, step, moved_at=self.run.clock)
@@ -214,10 +214,6 @@ class Transfers:
         if transfer.sponsor not in self.run.membership.members:
             return []
         return [Send(transfer.sponsor, StateMore(transfer.number, 0))]
-
-    def extend_deadlines(self, seconds: float) -> None:
-        for transfer in self.under_way.values():
-            transfer.moved_at = min(self.run.clock, transfer.moved_at + seconds)
 
     def expire_slow(self) -> list[Effect]:
         """A worker that was to send a state, and sends nothing of it, is passed over while there are others to ask."""

@@ -18,7 +18,7 @@ def tell_waits(core: Coordinator, now: float, receivers: Collection[int] = (), h
     `receivers`: peers that have not taken the averages which the next ones would replace. `held`: peers whose gradients
     the host leaves unread until others' have come, so that they are not who is waited for.
     """
-    members = list(core.membership.members.values())
+    now, members = core.own_time(now), list(core.membership.members.values())
     late, what, since = _find_late(core, now, members, receivers, held)
     if not late:
         return what
@@ -99,7 +99,7 @@ def _names(members: Sequence[WorkerRecord]) -> str:
 
 def tell_owed(core: Coordinator, now: float) -> list[str]:
     """List what each worker does and owes, and what else is under way."""
-    under, standing = core.now, core.standing
+    now, under, standing = core.own_time(now), core.now, core.standing
     lines = [f"Step {standing.step:,} is done, with {standing.rows_seen:,} rows."]
     if under is not None:
         missing = [number for number in range(under.slices) if number not in under.reports]

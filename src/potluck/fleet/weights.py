@@ -214,10 +214,6 @@ class Weights:
             self.alone_since = self.run.clock
         return self._waited_s > self.run.patience_s
 
-    def extend_deadlines(self, seconds: float) -> None:
-        if self.alone_since is not None:
-            self.alone_since = min(self.run.clock, self.alone_since + seconds)
-
     def on_tick(self) -> list[Effect]:
         run = self.run
         is_anybody_waiting = bool(self.waiting or self.transfers.stranded) and not run.finished
@@ -391,7 +387,7 @@ class Weights:
         if not others:
             return [drift_event(member, told, f"{what}; the run goes back to its checkpoint"), *self._go_back()]
         effects: list[Effect] = [drift_event(member, told, f"{what}, and are sent to it anew")]
-        run.membership.set_back(member, WorkerPhase.CATCHING_UP)
+        run.membership.set_back(member)
         if self.rounds.has_sent(member):
             member.nodes = []
             effects += self.rounds.begin_anew()
@@ -416,7 +412,7 @@ class Weights:
         effects = self.transfers.end_all() + self.saving.abort()
         for member in self.run.membership.holders:
             member.nodes = []
-            self.run.membership.set_back(member, WorkerPhase.CATCHING_UP)
+            self.run.membership.set_back(member)
         self.digests.changed.clear()
         effects += self.on_nobody_holds(may_come_back=False)
         return effects + self.restore()
