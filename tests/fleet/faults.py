@@ -230,7 +230,7 @@ def after_telling_one(place: Path) -> None:
 
     def told(step: int, message: Any, connection: Any) -> None:
         if isinstance(message, Committed) and step == AT_STEP and not _fired(place, "told"):
-            while not connection.out.is_empty:
+            while connection.out.queued:
                 time.sleep(0.001)
             time.sleep(0.2)
             die(place, "told")

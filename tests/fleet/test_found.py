@@ -258,7 +258,7 @@ def test_a_checkpoint_of_a_lost_step_is_not_that_of_the_one_that_has_its_number_
     rows_seen: int, is_kept: bool
 ) -> None:
     core = Coordinator(patience_s=1.0, secret="", resumed=Resumed(standing=stood(5, 2, 0, 2 * ROWS)))
-    core.found(stood(5, *divmod(rows_seen, ROWS), rows_seen), "a folder")
+    core.saving.found(stood(5, *divmod(rows_seen, ROWS), rows_seen), "a folder")
     assert core.saving.is_last_kept == is_kept
 
 

@@ -96,7 +96,7 @@ def restarted(*, kept: bool = False) -> Coordinator:
     known = Resumed(standing=standing, previous=previous, description=described(), next_id=5, expected=3, agreed=agreed)
     core = Coordinator(patience_s=PATIENCE_S, secret=SECRET, resumed=known)
     if kept:
-        core.found(stood(4, 1, 16, ROWS + 16), "a folder")
+        core.saving.found(stood(4, 1, 16, ROWS + 16), "a folder")
     return core
 
 

@@ -187,9 +187,8 @@ class Client:
             return
         deadline = time.monotonic() + 2.0
         with self._change:
-            session.out.is_ending = True
-            session.out.wake()
-            while not session.out.is_empty and session.lost is None and time.monotonic() < deadline:
+            session.out.end()
+            while session.out.queued and session.lost is None and time.monotonic() < deadline:
                 self._change.wait(0.1)
             self._change.notify_all()
         session.close()

@@ -18,7 +18,7 @@ from potluck.events import Sampled, WentBack, WorkerWent
 from potluck.fleet import bounds
 from potluck.fleet.coordinator_state import CoordinatorState, Resumed, stalled
 from potluck.fleet.digests import Digests
-from potluck.fleet.effects import Close, Effect, Emit, Finish, Send, SendBase, ShowTo
+from potluck.fleet.effects import Effect, Emit, Finish, Send, SendBase, ShowTo
 from potluck.fleet.ending import Ending
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
@@ -49,7 +49,6 @@ from potluck.wire.messages import (
     LookOn,
     Message,
     Ready,
-    Refusal,
     SaveDue,
     SliceReport,
     StateBegin,
@@ -152,12 +151,8 @@ class Coordinator(CoordinatorState):
         return _HEAR[type(message)](self, member, message)
 
     def _on_hello(self, peer: int, hello: Hello, address: str) -> list[Effect]:
-        if not is_right_secret(hello.secret, self._secret):
-            return self.refuse(peer, "wrong secret", "")
-        if hello.protocol != PROTOCOL:
-            return self.refuse(
-                peer, "wrong version", f"This host speaks protocol {PROTOCOL}, and you speak {hello.protocol}."
-            )
+        if refusal := self._check_opening(peer, hello):
+            return refusal
         if self.finished:
             return self.refuse(peer, "too late", f"The run has ended: {self.finished}.")
         if len(self.membership.members) >= bounds.MOST_WORKERS:
@@ -167,19 +162,23 @@ class Coordinator(CoordinatorState):
                 f"You have come and gone again and again, each time within {self.patience_s:g} s. Come again in"
                 f" {math.ceil(wait_s)} s, and look at why this worker ends so soon."
             )
-            self.refused["too soon"] += 1
-            return [Send(peer, Refusal(TOO_SOON, sentence)), Close(peer, sentence)]
+            return self.refuse(peer, "too soon", sentence, TOO_SOON)
         member = self.membership.add(self.clock, peer, hello.name, hello.kind, plain=False, address=address)
         return [Send(peer, Welcome(member.worker_id, int(self.patience_s * 1000), self._recipe))]
 
+    def _check_opening(self, peer: int, words: Hello | LookOn) -> list[Effect]:
+        if not is_right_secret(words.secret, self._secret):
+            return self.refuse(peer, "wrong secret", "")
+        if words.protocol != PROTOCOL:
+            return self.refuse(
+                peer, "wrong version", f"This host speaks protocol {PROTOCOL}, and you speak {words.protocol}."
+            )
+        return []
+
     def _on_watch(self, peer: int, watch: LookOn) -> list[Effect]:
         """It takes no part, has no id, and is known by nothing but its connection."""
-        if not is_right_secret(watch.secret, self._secret):
-            return self.refuse(peer, "wrong secret", "")
-        if watch.protocol != PROTOCOL:
-            return self.refuse(
-                peer, "wrong version", f"This host speaks protocol {PROTOCOL}, and you speak {watch.protocol}."
-            )
+        if refusal := self._check_opening(peer, watch):
+            return refusal
         if len(self._watchers) >= bounds.MOST_WATCHERS:
             return self.refuse(
                 peer, "too many", f"{bounds.MOST_WATCHERS} watch this host, the most at once. Come again later."
@@ -223,7 +222,7 @@ class Coordinator(CoordinatorState):
         effects: list[Effect] = [Emit(went), *self._hold_off(member)]
         effects += self.transfers.on_gone(peer)
         effects += self.evaluations.give_back(member)
-        effects += self.gatherings.give_back(member)
+        self.gatherings.give_back(member)
         effects += self.saving.pass_over(peer)
         effects += self.rounds.on_gone(member)
         effects += self.transfers.pass_over_leavers()
@@ -262,10 +261,6 @@ class Coordinator(CoordinatorState):
             self.saving.is_writing = False
             return self.refuse(self.saving.sender, "bad checkpoint", error)
         return self.saving.on_saved(step, folder, error, size)
-
-    def found(self, kept: Position, folder: str) -> None:
-        """The newest checkpoint on the disk, from before this coordinator was there."""
-        self.saving.found(kept, folder)
 
     def restored(self, now: float, standing: Position | None) -> list[Effect]:
         """The run resumes from the newest checkpoint, or from its beginning where there is none."""

@@ -151,12 +151,12 @@ class CoordinatorState:
             member.goodbye = ""  # it does not go for the reason that it gave
         return [Close(peer, why, is_silent), *self.on_closed(self.clock, peer, why)]
 
-    def refuse(self, peer: int, kind: str, sentence: str) -> list[Effect]:
+    def refuse(self, peer: int, kind: str, sentence: str, code: int = 1) -> list[Effect]:
         """Refuses a peer. Without a sentence it hears nothing at all."""
         self.refused[kind] += 1
         if (member := self.membership.members.get(peer)) is not None:
             member.is_refused = bool(sentence)
-        told: list[Effect] = [Send(peer, Refusal(1, sentence))] if sentence else []
+        told: list[Effect] = [Send(peer, Refusal(code, sentence))] if sentence else []
         return [*told, *self.close(peer, sentence or kind)]
 
     def shut(self, member: WorkerRecord) -> list[Effect]:

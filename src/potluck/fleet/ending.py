@@ -28,8 +28,8 @@ class Ending:
     def on_leave(self, member: WorkerRecord, leave: Leave) -> list[Effect]:
         """It goes, and others do at once what it was given since: it may have to stay, while its state is saved."""
         member.leaving, member.goodbye = True, leave.reason
-        effects = self.rounds.take_away(member) + self.evaluations.give_back(member)
-        effects += self.gatherings.give_back(member) + self.gatherings.settle()
+        self.gatherings.give_back(member)
+        effects = self.rounds.take_away(member) + self.evaluations.give_back(member) + self.gatherings.settle()
         effects += self.rounds.abandon_if_deserted() + self.weights.transfers.pass_over_leavers()
         return effects + self._part_with(member, leave)
 

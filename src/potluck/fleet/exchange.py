@@ -270,10 +270,6 @@ class Exchange:
         """Bytes of messages between the host and all who take part, or did, as a pipe counts them."""
         return _add(self._gone_bytes, *(connection.pipe.travelled_bytes for connection in self.connections.values()))
 
-    def taken(self, peer: int, transfer: int) -> None:
-        """A chunk of a state that came from this peer has been written, or has left."""
-        self.act("taken", peer, transfer)
-
     def lost(self, connection: PeerConnection, why: str) -> None:
         with self.lock:
             if self.connections.pop(connection.peer, None) is None:

@@ -51,12 +51,12 @@ class Gatherings:
         call = ask.step, ask.call
         if ask.step > self.run.latest or len(ask.data) > MOST_BYTES:
             return self.run.refuse(member.peer, "illegal", "Gather is of a step to come, or has too many bytes.")
-        effects = self.give_back(member)
+        self.give_back(member)
         member.gathered = max(member.gathered, call)
         if (done := self.done.get(call)) is not None:
-            return [*effects, Send(member.peer, done)]
+            return [Send(member.peer, done)]
         if member.phase is WorkerPhase.CATCHING_UP:  # the others do not wait for it
-            return [*effects, Send(member.peer, _answer(call, {}))]
+            return [Send(member.peer, _answer(call, {}))]
         gathering = self.open.setdefault(call, Gathering())
         first_id = self._first_id_of(member, ask.first_id, gathering)
         is_known = member.peer in gathering.first_ids or first_id in gathering.first_ids.values()
@@ -65,9 +65,8 @@ class Gatherings:
         gathering.given[member.peer], gathering.first_ids[member.peer] = bytes(ask.data), first_id
         member.gathering = call
         if sum(len(data) for each in self.open.values() for data in each.given.values()) > MOST_TOTAL_BYTES:
-            fault = f"All workers together gave more than {MOST_TOTAL_BYTES:,} bytes."
-            return [*effects, *self._end(call, gathering, fault)]
-        return [*effects, *self.settle()]
+            return self._end(call, gathering, f"All workers together gave more than {MOST_TOTAL_BYTES:,} bytes.")
+        return self.settle()
 
     def _first_id_of(self, member: WorkerRecord, claimed: int, found: Gathering) -> int:
         """Its first id as it says, but not that of another worker, whose value it would replace: its own one then."""
@@ -139,14 +138,13 @@ class Gatherings:
             if number >= MOST_DONE and not is_wanted:
                 del self.done[call]
 
-    def give_back(self, member: WorkerRecord) -> list[Effect]:
+    def give_back(self, member: WorkerRecord) -> None:
         """It waits for nothing any more, and its value does not count: it may come again, and give it anew."""
         if member.gathering is not None and (found := self.open.get(member.gathering)) is not None:
             found.given.pop(member.peer, None)
             if not found.given:
                 del self.open[member.gathering]
         member.gathering = None
-        return []
 
     def forget(self) -> None:
         """The run goes back: steps will be taken anew."""

@@ -6,6 +6,7 @@ after a while are closed. Knows frames, and nothing of what a message means.
 
 import contextlib
 import errno
+import itertools
 import selectors
 import socket
 import ssl
@@ -57,14 +58,13 @@ class Lobby:
         stranger_s: float,
         on_payload: Callable[[Guest, memoryview], None],
         on_closed: Callable[[Guest, str], None],
-        new_peer: Callable[[], int],
     ) -> None:
         self._listeners = listeners
         self._tls = tls
         self._stranger_s = stranger_s
         self._on_payload = on_payload
         self._on_closed = on_closed
-        self._new_peer = new_peer
+        self._numbers = itertools.count(1)
         self._guests: dict[int, Guest] = {}
         self._strangers: dict[int, Guest] = {}
         """Strangers, in order of arrival."""
@@ -152,7 +152,7 @@ class Lobby:
                     self._turn_away_oldest()
                 return
             connection.setblocking(False)
-            guest = Guest(self._new_peer(), connection, time.monotonic(), FrameReader(UNKNOWN_BYTES))
+            guest = Guest(next(self._numbers), connection, time.monotonic(), FrameReader(UNKNOWN_BYTES))
             if isinstance(address, tuple) and address[0] not in LOOPBACK:
                 guest.address = address[0]
             # On a Unix socket the system tells each end whose process the other is, and nobody can listen in.

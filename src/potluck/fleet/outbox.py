@@ -91,10 +91,6 @@ class Outbox:
     def owed(self) -> int:
         return len(self._owed)
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._queue
-
     def put(
         self,
         message: Message | bytes,

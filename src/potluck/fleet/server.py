@@ -5,7 +5,6 @@ flow into the mean, the other writes to it. All decisions are the coordinator's,
 bytes of gradients pass outside of it.
 """
 
-import itertools
 import logging
 import os
 import re
@@ -112,11 +111,10 @@ class Server:
             stranger_s=min(10.0, coordinator.patience_s),
             on_payload=self._on_lobby_payload,
             on_closed=lambda guest, why: self._act("closed", guest.peer, why),
-            new_peer=itertools.count(1).__next__,
         )
         self._base = BaseSender(None, self._lobby.send)
         if coordinator.standing.version and (newest := saver.newest()) is not None:
-            coordinator.found(newest[1], str(newest[0]))
+            coordinator.saving.found(newest[1], str(newest[0]))
         coordinator.weights.most_floats = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
         if coordinator.description is not None:
             self.exchange.describe(coordinator.description)
@@ -279,10 +277,9 @@ class Server:
             case effects.StepApplied():
                 _tell(lambda: self.on_step(effect.record, effect.lr, effect.norm, effect.fault))
             case effects.SaveBegin():
-                self.saver.begin(effect.step, effect.header, effect.keep_last, self._on_saved)
+                self.saver.begin(effect.step, effect.header, effect.keep_last, partial(self._act, "saved"))
             case effects.SaveChunk():
-                peer = effect.peer
-                self.saver.feed(effect.data, lambda: self.exchange.taken(peer, SAVE))
+                self.saver.feed(effect.data, partial(self._act, "taken", effect.peer, SAVE))
             case effects.SaveAbort():
                 self.saver.abort()
             case effects.Restore():
@@ -330,9 +327,6 @@ class Server:
             log.warning("the checkpoint in %s cannot be sent: %s", folder, error)
             with self._lock:
                 self._close(peer)
-
-    def _on_saved(self, step: int, folder: str, error: str, size: int, theirs: bool) -> None:
-        self._act("saved", step, folder, error, size, theirs)
 
     # Peers
 
@@ -388,7 +382,7 @@ class Server:
     def _send(self, effect: effects.Send) -> None:
         connection = self.connections.get(effect.peer)
         if connection is not None:
-            taken = None if effect.credit is None else partial(self.exchange.taken, *effect.credit)
+            taken = None if effect.credit is None else partial(self._act, "taken", *effect.credit)
             connection.out.put(effect.message, done=taken)
             enter_phase("queued", getattr(effect.message, "step", 0), message=effect.message, connection=connection)
         else:

@@ -14,8 +14,12 @@ import numpy as np
 from potluck.errors import OurProtocolError, TheirProtocolError
 from potluck.wire.messages import LATER, MESSAGES, PUBLISHED, Hello, Kind, LookOn, Message, layout
 
-_FIXED = {Kind.U8: struct.Struct("<B"), Kind.U32: struct.Struct("<I"), Kind.U64: struct.Struct("<Q")}
-_F64 = struct.Struct("<d")
+_FIXED = {
+    Kind.U8: struct.Struct("<B"),
+    Kind.U32: struct.Struct("<I"),
+    Kind.U64: struct.Struct("<Q"),
+    Kind.F64: struct.Struct("<d"),
+}
 _ARRAYS: dict[Kind, np.dtype[Any]] = {
     Kind.CODED: np.dtype("u1"),
     Kind.F32S: np.dtype("<f4"),
@@ -189,7 +193,7 @@ def open_bulk(begun: memoryview, length: int, codec: str) -> Bulk | None:
 
 
 def _read_tag(codec: Codec, reader: "_Reader") -> type[Message]:
-    number = reader.fixed(codec.tag, "the message's number") - codec.first_tag
+    number: int = reader.fixed(codec.tag, "the message's number") - codec.first_tag
     if not 0 <= number < len(codec.messages):
         raise TheirProtocolError(f"There is no message with the number {number + codec.first_tag}.")
     return codec.messages[number]
@@ -216,8 +220,8 @@ class _Reader:
         if self.left:
             raise TheirProtocolError(f"{message.__name__} is followed by {self.left:,} bytes too many.")
 
-    def fixed(self, format_: struct.Struct, what: str) -> int:
-        return int(format_.unpack(self.take(format_.size, what))[0])
+    def fixed(self, format_: struct.Struct, what: str) -> Any:
+        return format_.unpack(self.take(format_.size, what))[0]
 
 
 def _encode_field(codec: Codec, kind: Kind, value: Any, what: str) -> list[bytes | memoryview]:
@@ -228,8 +232,6 @@ def _encode_field(codec: Codec, kind: Kind, value: Any, what: str) -> list[bytes
             case Kind.STRING:
                 text = value.encode()
                 return [codec.counts[kind].pack(len(text)), text]
-            case Kind.F64:
-                return [_F64.pack(value)]
             case Kind.BYTES:
                 data = memoryview(value).cast("B")
                 return [codec.counts[kind].pack(len(data)), data]
@@ -251,8 +253,6 @@ def _decode_field(codec: Codec, kind: Kind, reader: _Reader, what: str) -> Any:
                 return str(text, "utf-8")
             except UnicodeDecodeError:
                 raise TheirProtocolError(f"{what} is not UTF-8.") from None
-        case Kind.F64:
-            return _F64.unpack(reader.take(8, what))[0]
         case Kind.BYTES:
             return reader.take(reader.fixed(codec.counts[kind], what), what)
         case Kind.F32S | Kind.U32S | Kind.F64S | Kind.CODED:

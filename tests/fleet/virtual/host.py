@@ -112,7 +112,7 @@ class Host:
         if coordinator.description is not None:
             self._describe(coordinator.description)
         if disk.standing is not None and coordinator.standing.version:
-            coordinator.found(disk.standing, "a folder")
+            coordinator.saving.found(disk.standing, "a folder")
         self._tick()
 
     def accept(self, line: Line) -> None:
