@@ -82,7 +82,7 @@ class Coordinator(CoordinatorState):
         plain_peers: bool = False,
         resumed: Resumed = Resumed(),
     ) -> None:
-        super().__init__(patience_s, resumed)
+        super().__init__(patience_s, at_least, resumed)
         self._recipe = recipe
         self._secret = secret
         self._returns = RejoinLimiter(patience_s)
@@ -93,16 +93,15 @@ class Coordinator(CoordinatorState):
         self.evaluations = Evaluations(self)
         self.gatherings = Gatherings(self, self.evaluations, resumed.expected, self.standing.version)
         self.saving = Saving(self, self.digests)
-        self.rounds = StepDispatcher(self, self.digests, at_least)
+        self.rounds = StepDispatcher(self, self.digests)
         self.stragglers = Stragglers(self, self.rounds)
         self.transfers = Transfers(self, self.digests, self.rounds, self.saving)
-        self.plain_peers = PlainPeers(self, self.rounds, self._returns, at_least, plain_peers)
+        self.plain_peers = PlainPeers(self, self.rounds, self._returns, plain_peers)
         self.weights = Weights(
             self, self.digests, self.rounds, self.transfers, self.saving, self.evaluations, self.plain_peers
         )
         self.ending = Ending(self, self.rounds, self.saving, self.evaluations, self.gatherings, self.weights)
         self.orders = Orders(self, self.rounds, self.saving, self.ending)
-        self.at_least = at_least
 
     @property
     def now(self) -> StepUnderWay | None:

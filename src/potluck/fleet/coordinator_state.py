@@ -34,9 +34,11 @@ class Resumed:
 
 
 class CoordinatorState:
-    def __init__(self, patience_s: float, resumed: Resumed) -> None:
+    def __init__(self, patience_s: float, at_least: int, resumed: Resumed) -> None:
         described = resumed.description
         self.patience_s = patience_s
+        self.at_least = at_least
+        """The number of workers that the first step waits for."""
         self.clock = 0.0
         """The run's time at the last call from outside."""
         self._ran_at: float | None = None

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from potluck.agree.records import Range
 from potluck.events import Validated, loss_among
 from potluck.fleet.coordinator_state import CoordinatorState, exact_sum, stalled
 from potluck.fleet.effects import Effect, Emit, Send
-from potluck.fleet.ledger import Range
 from potluck.fleet.membership import Look, WorkerPhase, WorkerRecord
 from potluck.wire.messages import Evaluated, EvaluateNext, EvaluateRange
 from potluck.wire.words import clean

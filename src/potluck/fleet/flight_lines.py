@@ -21,13 +21,13 @@ import numpy as np
 from potluck.errors import ConfigError
 from potluck.events import Sampled
 from potluck.fleet.effects import Effect, Emit, Send
+from potluck.wire.codec import ARRAYS
 from potluck.wire.messages import MESSAGES, Kind, Message, layout
 
-_HIDDEN = ("prompt", "text", "recipe")
+_HIDDEN_FIELDS = ("prompt", "text", "recipe")
 """Texts that are long, or nobody's business: no decision depends on them."""
 _OF_PEER = ("closed", "payload", "bad", "loss", "taken")
 _KINDS = {kind.__name__: kind for kind in MESSAGES}
-_ARRAYS = {Kind.F32S: "<f4", Kind.U32S: "<u4", Kind.F64S: "<f8"}
 
 
 def line_of(now: float, name: str, what: Sequence[Any], decided: Sequence[Effect]) -> bytes:
@@ -49,7 +49,7 @@ def _field(name: str, value: Any) -> Any:
         return len(value)
     if isinstance(value, np.generic):
         return value.item()
-    return "" if name in _HIDDEN else value
+    return "" if name in _HIDDEN_FIELDS else value
 
 
 def unpack(packed: list[Any]) -> tuple[Any, ...]:
@@ -69,8 +69,8 @@ def _unpack(value: Any) -> Any:
 
 
 def _unpack_field(kind: Kind, value: Any) -> Any:
-    if kind in _ARRAYS:
-        return np.frombuffer(b64decode(value), _ARRAYS[kind])
+    if kind in ARRAYS:
+        return np.frombuffer(b64decode(value), ARRAYS[kind])
     return bytes(value) if kind is Kind.BYTES else value
 
 
@@ -116,8 +116,8 @@ def _texts(effect: Effect, texts: dict[int, str]) -> list[Any]:
 
 # Whole machines
 
-HIDDEN = {"_secret": "", "_recipe": ""}
-"""Attributes that are written as this, whatever they hold."""
+_HIDDEN_ATTRIBUTES = ("_secret", "_recipe")
+"""Attributes that are written as empty, whatever they hold."""
 _HOMES = re.compile(r"potluck\.(fleet|agree|wire|events)(\.[a-z_]+)*")
 _SEQUENCES = {"list": list, "set": set, "deque": deque, "frozenset": frozenset}
 _PLAIN = (str, int, float, bool, type(None))
@@ -163,7 +163,7 @@ class _Freezer:
             return ["array", value.typecode, value.tolist()]
         if isinstance(value, tuple):
             return ["named", _kind_name(kind), *map(self.put, value)]
-        state = {name: self.put(HIDDEN.get(name, item)) for name, item in _state(value).items()}
+        state = {n: self.put("" if n in _HIDDEN_ATTRIBUTES else item) for n, item in _state(value).items()}
         return ["object", _kind_name(kind), state]
 
 

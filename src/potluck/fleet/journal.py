@@ -23,12 +23,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from potluck.agree.records import Position
+from potluck.agree.records import Position, Range
 from potluck.errors import ConfigError, JournalError, PotluckError
 from potluck.fleet.coordinator_state import Resumed
 from potluck.fleet.description import Description
 from potluck.fleet.effects import StepRecord
-from potluck.fleet.ledger import Ledger, Range
+from potluck.fleet.ledger import Ledger
 from potluck.fleet.phases import enter_phase
 
 _TABLES = """

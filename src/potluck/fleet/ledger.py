@@ -6,9 +6,8 @@ A range is a half-open interval of positions in the epoch's shuffled order.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from potluck.agree.records import Range
 from potluck.words import plural
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

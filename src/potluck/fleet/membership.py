@@ -101,7 +101,6 @@ class WorkerRecord:
     """Nodes of the step under way that it has been given, and has not wholly sent."""
     reported: set[int] = field(default_factory=set)
     """Slices of that whose samples and loss it has told."""
-    busy_s: float = 0.0
     working_since: float = 0.0
     evaluating: tuple[Look, int, int] | None = None
     """The evaluation that it works on, the first row, and the last + 1."""
@@ -202,9 +201,8 @@ class Membership:
     def __init__(self, next_id: int = 0) -> None:
         self.members: dict[int, WorkerRecord] = {}
         self.next_id = next_id
-        self._changes = 0
-        """Counts changes of any worker's phase."""
-        self._found: tuple[int, list[WorkerRecord], list[WorkerRecord]] = (-1, [], [])
+        self._found: tuple[list[WorkerRecord], list[WorkerRecord]] | None = None
+        """Who is ready and who is inside; None: somebody has come, gone or changed since they were looked for."""
         self._silent: dict[tuple[str, str], float] = {}
         """When those were last heard who were parted from for a silence shorter than patience."""
 
@@ -213,7 +211,7 @@ class Membership:
         if (heard_at := self._silent.pop((address, name), None)) is not None:
             member.lateness.note(now, now - heard_at)
         self.next_id += 1
-        self._changes += 1
+        self._found = None
         self.members[peer] = member
         return member
 
@@ -224,36 +222,36 @@ class Membership:
             del self._silent[next(iter(self._silent))]
 
     def remove(self, peer: int) -> WorkerRecord | None:
-        self._changes += 1
+        self._found = None
         return self.members.pop(peer, None)
 
     def admit(self, member: WorkerRecord) -> None:
         member.phase = WorkerPhase.READY
-        self._changes += 1
+        self._found = None
 
     def set_back(self, member: WorkerRecord) -> None:
         """It gets the run's weights, and does not take part before it has them."""
-        self._changes += 1
         member.phase = WorkerPhase.CATCHING_UP
+        self._found = None
         member.relieved = 0  # the step may never be applied: the run may go back to before it
 
     @property
     def ready(self) -> list[WorkerRecord]:
         """In order of their ids."""
-        return self._find()[1]
+        return self._find()[0]
 
     @property
     def inside(self) -> list[WorkerRecord]:
         """Members that are ready, or about to be: all but the greeted."""
-        return self._find()[2]
+        return self._find()[1]
 
-    def _find(self) -> tuple[int, list[WorkerRecord], list[WorkerRecord]]:
-        """Anew only when somebody came, went or changed: there may be a thousand who only wait."""
-        if self._found[0] != self._changes:
+    def _find(self) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
+        """Once for all who ask: there may be a thousand who only wait."""
+        if self._found is None:
             inside = sorted(
                 (m for m in self.members.values() if m.phase is not WorkerPhase.GREETED), key=lambda m: m.worker_id
             )
-            self._found = self._changes, [m for m in inside if m.is_ready], inside
+            self._found = [m for m in inside if m.is_ready], inside
         return self._found
 
     @property

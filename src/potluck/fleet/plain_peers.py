@@ -19,7 +19,6 @@ class PlainPeers:
     run: CoordinatorState
     rounds: StepDispatcher
     returns: RejoinLimiter
-    at_least: int
     are_welcome: bool
     """They show no secret, so that only a host that asks nobody for one lets them in."""
 
@@ -39,7 +38,7 @@ class PlainPeers:
         member = run.membership.add(run.clock, peer, request.node_id, kind, plain=True, address=address)
         run.membership.admit(member)
         return [
-            Send(peer, JoinAccepted(member.worker_id, max(self.at_least, len(run.membership.ready)))),
+            Send(peer, JoinAccepted(member.worker_id, max(run.at_least, len(run.membership.ready)))),
             Subscribe(peer, 1),
             run.came(member),
             *self.rounds.give_nothing(member),  # if the first step is under way: its average will come to it too

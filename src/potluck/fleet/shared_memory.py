@@ -10,12 +10,11 @@ import os
 import socket
 
 import numpy as np
-import numpy.typing as npt
 
+from potluck.coded_numbers import Floats
 from potluck.errors import TheirProtocolError
 from potluck.system import can_shrink, seal_memory
 
-Floats = npt.NDArray[np.float32]
 PAGE = mmap.PAGESIZE
 
 

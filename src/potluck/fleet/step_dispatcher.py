@@ -48,12 +48,10 @@ MOST_NAMED = 8
 
 
 class StepDispatcher:
-    def __init__(self, run: CoordinatorState, digests: Digests, at_least: int) -> None:
+    def __init__(self, run: CoordinatorState, digests: Digests) -> None:
         self._run = run
         self._digests = digests
         self._planner = StepPlanner(run)
-        self._at_least = at_least
-        """The number of workers that the first step waits for."""
         self.now: StepUnderWay | None = None
         self._records: dict[int, StepRecord] = {}
         """Steps that are committed, and not yet reported as applied."""
@@ -69,18 +67,17 @@ class StepDispatcher:
     def start(self) -> list[Effect]:
         run, standing = self._run, self._run.standing
         ready = run.membership.ready
-        if self.now is not None or run.finished or not ready or run.description is None or run.is_complete:
+        is_over = run.finished or run.is_complete
+        if self.now is not None or is_over or run.paused or run.description is None or not ready:
             return []
-        if run.paused:
-            return []
-        if run.stopping if standing.version else len(ready) < self._at_least:
+        if run.stopping if standing.version else len(ready) < run.at_least:
             return self._tell_waiting()
         working = self._working(standing.version + 1)
         if not any(not m.plain for m in working):
             return self._start_ahead()
         self.now = under = self._planner.plan(working)
         for member in ready:
-            member.nodes, member.busy_s = [], 0.0
+            member.nodes = []
             member.reported.clear()
         several = any(len(nodes) > 1 for nodes in under.nodes)
         # A plain peer sends its parts in another order than ours, so that all of them must be able to wait.
@@ -92,12 +89,12 @@ class StepDispatcher:
 
     def _tell_waiting(self) -> list[Effect]:
         """A run that went back to its start waits for as many as at first: else it would stand still without a word."""
-        ready = len(self._run.membership.ready)
-        if not self._has_begun or self._told_of == ready or self._run.stopping:
+        run, ready = self._run, len(self._run.membership.ready)
+        if not self._has_begun or self._told_of == ready or run.stopping:
             return []
-        self._told_of, missing = ready, self._at_least - ready
+        self._told_of, missing = ready, run.at_least - ready
         told = (
-            f"The run is back at its start, and its first step waits for {plural(self._at_least, 'worker')}, as"
+            f"The run is back at its start, and its first step waits for {plural(run.at_least, 'worker')}, as"
             f" --at-least says: {ready} {'is' if ready == 1 else 'are'} here, and {missing} more"
             f" {'has' if missing == 1 else 'have'} to join."
         )
@@ -281,8 +278,8 @@ class StepDispatcher:
         if told:
             under.first_report = under.first_report if under.first_report is not None else run.clock
             under.last_report = run.clock
-        member.busy_s += report.busy_s
-        own = under.report_of(member.worker_id)._replace(busy_s=member.busy_s)
+        own = under.report_of(member.worker_id)
+        own = own._replace(busy_s=own.busy_s + report.busy_s)
         if not under.batch:
             member.measure(under.amount(mine & member.reported), report.busy_s)
         elif 0 < report.busy_s < math.inf:

@@ -63,8 +63,7 @@ def merges(node: Node) -> list[int]:
 def slice_rows(row: int, rows: int, slices: int) -> list[tuple[int, int]]:
     """The rows of each slice of a step that starts at `row`: as even as can be, the longer ones first."""
     short, longer = divmod(rows, slices)
-    ends = list(itertools.accumulate([short + 1] * longer + [short] * (slices - longer), initial=row))
-    return list(itertools.pairwise(ends))
+    return sized_rows(row, [short + 1] * longer + [short] * (slices - longer))
 
 
 def sized_rows(row: int, sizes: Iterable[int]) -> list[tuple[int, int]]:
@@ -96,5 +95,4 @@ def _time(quotas: Sequence[int], pace: Sequence[float]) -> float:
 
 def share_nodes(slices: int, quotas: Sequence[int]) -> list[list[Node]]:
     """Neighbouring slices for each worker, as few nodes as can be."""
-    ends = list(itertools.accumulate(quotas, initial=0))
-    return [cover(slices, first, end) for first, end in itertools.pairwise(ends)]
+    return [cover(slices, first, end) for first, end in sized_rows(0, quotas)]

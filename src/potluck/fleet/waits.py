@@ -6,8 +6,10 @@
 from collections.abc import Collection, Sequence
 
 from potluck.fleet.coordinator import Coordinator
+from potluck.fleet.ledger import Ledger
 from potluck.fleet.membership import WorkerPhase, WorkerRecord, slices_of, unique_names
-from potluck.words import duration, plural, size
+from potluck.fleet.tree import tell_slices
+from potluck.words import duration, in_list, plural, size
 
 MOST_NAMED = 8
 
@@ -94,7 +96,7 @@ def _names(members: Sequence[WorkerRecord]) -> str:
     names = unique_names(members[:MOST_NAMED])
     if len(members) > MOST_NAMED:
         names.append(f"{len(members) - MOST_NAMED:,} more")
-    return " and ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return in_list(names)
 
 
 def tell_owed(core: Coordinator, now: float) -> list[str]:
@@ -146,10 +148,4 @@ def _tell_under_way(core: Coordinator, now: float) -> list[str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in spans)
+    return ", ".join(map(tell_slices, Ledger((number, number + 1) for number in sorted(numbers)).ranges))

@@ -20,7 +20,7 @@ _FIXED = {
     Kind.U64: struct.Struct("<Q"),
     Kind.F64: struct.Struct("<d"),
 }
-_ARRAYS: dict[Kind, np.dtype[Any]] = {
+ARRAYS: dict[Kind, np.dtype[Any]] = {
     Kind.CODED: np.dtype("u1"),
     Kind.F32S: np.dtype("<f4"),
     Kind.U32S: np.dtype("<u4"),
@@ -51,7 +51,7 @@ class Codec:
         return found
 
 
-_COUNTED = (Kind.STRING, *_ARRAYS, Kind.BYTES)
+_COUNTED = (Kind.STRING, *ARRAYS, Kind.BYTES)
 _BULK = (Kind.F32S, Kind.CODED)
 """Kinds of which a message may have more than is kept of it: they are read as they come."""
 BINCODE = Codec("bincode", _U32, 0, dict.fromkeys(_COUNTED, _U64), sizes_first=False, messages=MESSAGES)
@@ -140,7 +140,7 @@ class Bulk:
     def field(self) -> tuple[str, np.dtype[Any]]:
         """Return the name of the bulk field in its message, and how each number travels."""
         name, kind = next((name, kind) for name, kind in layout(self.message) if kind in _BULK)
-        return name, _ARRAYS[kind]
+        return name, ARRAYS[kind]
 
     @property
     def nbytes(self) -> int:
@@ -236,7 +236,7 @@ def _encode_field(codec: Codec, kind: Kind, value: Any, what: str) -> list[bytes
                 data = memoryview(value).cast("B")
                 return [codec.counts[kind].pack(len(data)), data]
             case Kind.F32S | Kind.U32S | Kind.F64S | Kind.CODED:
-                array = np.ascontiguousarray(value, _ARRAYS[kind])
+                array = np.ascontiguousarray(value, ARRAYS[kind])
                 return [codec.counts[kind].pack(array.size), array.reshape(-1).view(np.uint8).data]
         return [_FIXED[kind].pack(value)]
     except (struct.error, AttributeError, ValueError, TypeError, OverflowError) as error:
@@ -257,7 +257,7 @@ def _decode_field(codec: Codec, kind: Kind, reader: _Reader, what: str) -> Any:
             return reader.take(reader.fixed(codec.counts[kind], what), what)
         case Kind.F32S | Kind.U32S | Kind.F64S | Kind.CODED:
             count = reader.fixed(codec.counts[kind], what)
-            return np.frombuffer(reader.take(_ARRAYS[kind].itemsize * count, what), _ARRAYS[kind])
+            return np.frombuffer(reader.take(ARRAYS[kind].itemsize * count, what), ARRAYS[kind])
     return reader.fixed(_FIXED[kind], what)
 
 

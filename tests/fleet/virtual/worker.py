@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from potluck.agree.records import Position
+from potluck.agree.records import Position, Range
 from potluck.fleet.description import Description
 from potluck.fleet.holder import ConnectionLost, Looked
-from potluck.fleet.ledger import Range
 from potluck.fleet.member import Member, MemberPhase, is_together
 from potluck.fleet.tree import Node
 from potluck.wire.messages import Applied, Committed, Message, SliceReport, Welcome, Work
