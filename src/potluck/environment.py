@@ -8,6 +8,7 @@ from pathlib import Path
 from potluck.words import check_at_most
 
 PATIENCE_S = 600.0
+"""How long workers of a group wait for one of them: without a limit, the others of one that hangs would never end."""
 
 RENDEZVOUS = "POTLUCK_RENDEZVOUS"
 """Tells workers the file through which they find each other, so that no port is opened for it."""

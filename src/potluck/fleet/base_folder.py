@@ -137,7 +137,7 @@ def fetch_base(invite: Invite, cache: Path, *, on_progress: Callable[[int, int],
     `on_progress` hears how many bytes are here, and of how many.
     """
     connector = HostConnector(invite, name=f"{socket.gethostname()}-{os.getpid()}-base", kind=FETCHER, say=say)
-    pipe, welcome = connector.connect(10.0, again=False)
+    pipe, welcome = connector.connect(10.0, again=False)  # its patience, until the host tells its own
     with closing(_Asking(pipe, welcome.patience_ms / 1000)) as host:
         try:
             host.send(BaseFiles(""))

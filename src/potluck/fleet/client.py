@@ -93,6 +93,8 @@ class Client:
         self._description: Description | None = None
         self._layout = PayloadLayout()
         self._session: _Session | None = None
+        # Of inbox and outbox: with one for each, flush() could miss that the last message has left, and wait for ever.
+        # Reentrant: the outbox, which takes it too, is called with it held.
         self._lock = threading.RLock()
         self._change = threading.Condition(self._lock)
         self._spare: defaultdict[int, list[Floats]] = defaultdict(list)
@@ -144,7 +146,7 @@ class Client:
 
     @property
     def description(self) -> Description | None:
-        """What this worker trains; of use to read averages by."""
+        """The description of what this worker trains, by which averages are read."""
         return self._description
 
     @description.setter
@@ -185,7 +187,7 @@ class Client:
         session = self._session
         if session is None:
             return
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 2.0  # else a host that reads nothing would keep this worker from ending
         with self._change:
             session.out.end()
             while session.out.queued and session.lost is None and time.monotonic() < deadline:
@@ -221,7 +223,7 @@ class Client:
             self.send(message, before)
 
     def send_coded(self, step: int, part: int, coded: Octets, before: Callable[[], None] | None = None) -> None:
-        """The same, in the part's coding."""
+        """Send a part in its coding."""
         coding = self._layout.codings[part]
         assert coding is not None
         self.send(CodedPart(step, part, coding.number, coded), before)
@@ -246,7 +248,7 @@ class Client:
         with self._change:
             session = self._session
             while session is not None and session.out.unsent and session.lost is None and session is self._session:
-                self._change.wait(1.0)
+                self._change.wait(1.0)  # and look again: nobody tells that another connection is in its place
 
     # Receiving
 

@@ -228,7 +228,7 @@ class Exchange:
         assert self.mean is not None
         message = AverageAt(step, part) if connection.receipts is not None else self._average(step, part, connection)
         if message is not None:
-            self.mean.hold(part, connection.peer)
+            self.mean.hold(part, connection.peer)  # first: it may leave at once, and would be held for ever
             connection.out.put(message, done=partial(self.mean.release, part, connection.peer))
 
     def _on_part(self, step: int, part: int) -> None:

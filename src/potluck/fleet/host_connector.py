@@ -19,6 +19,7 @@ from potluck.wire.messages import PROTOCOL, TOO_SOON, Hello, Message, Refusal, W
 CONTROL_BYTES = 64 << 20
 """The longest message without averages that a host sends."""
 FIRST_WAIT_S, LONGEST_WAIT_S, LONGEST_HELD_OFF_S = 0.05, 0.5, 5.0
+"""Waits between two attempts: with none, workers that have lost their host would keep its machine busy."""
 ANSWER_S = 10.0
 """How long a host may take to answer, at least; then the next attempt begins."""
 GIVE_UP = 20

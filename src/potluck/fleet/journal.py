@@ -137,6 +137,7 @@ class Journal:
         is_new = not path.exists()
         try:
             # The server's lock lets one thread in at a time.
+            # And 0.2 s, since another host would hold the file for as long as it runs.
             self._base = sqlite3.connect(path, timeout=0.2, isolation_level=None, check_same_thread=False)
             self._base.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._base.execute("PRAGMA journal_mode=WAL")
@@ -264,7 +265,7 @@ class Journal:
                 ) from None
             raise
         self._writes += 1
-        self._count_write()
+        self._count_write()  # last: where it is ahead of the journal, the journal is taken for damaged
 
     def _sealed(self, writes: int, last: int) -> dict[str, Any]:
         return {"writes": writes, "steps": self._steps, "last": last, "facts": sorted(self._kept.keys() - {SEAL})}

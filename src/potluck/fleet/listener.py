@@ -90,7 +90,7 @@ class Listener:
         self._means = {number: means for number, means in self._means.items() if number > step}
 
     def _hear(self, deadline: float | None) -> Message | Average | ConnectionLost | None:
-        """What comes next; an average is with those of its step by then."""
+        """Take what comes next; an average is with those of its step by then."""
         heard = self._next(deadline)
         if isinstance(heard, Average) and heard.step > self._since:
             described = self.client.description

@@ -87,7 +87,7 @@ class Lobby:
         with contextlib.suppress(OSError):  # it wakes twice a second anyway
             self._wake.send(b"x")
         if self._thread.ident is not None:  # a host may fail before it starts, and must be able to say why
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=5)  # it may stand in a decision, as where a disk hangs
         with self._lock:
             for guest in list(self._guests.values()):
                 self._flush(guest)

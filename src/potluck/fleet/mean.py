@@ -201,7 +201,7 @@ class PayloadMean:
             return
         with self._change:
             while not slot.has_turn:
-                self._change.wait(1.0)
+                self._change.wait(1.0)  # and look again: nobody tells here that a slot is revoked
 
     def _add(self, slot: "Slot", number: int, values: Floats, own: Floats) -> bool:
         """One chunk of a node into the sums. Whether `own`, the slot's buffer, was kept; `values` may lie in it."""
@@ -256,7 +256,8 @@ class PayloadMean:
 
     def _finish(self, now: _Step, part: int, number: int, index: int, values: Floats, other: Floats | None) -> None:
         """The root's chunk: the mean, in its place."""
-        if self._unsent[part] or math.isnan(now.scale):  # not sent yet to all, or a report is still to come
+        # Not written before all have been sent the last mean, which lies there, and before the last report has come.
+        if self._unsent[part] or math.isnan(now.scale):
             with self._change:
                 self._awaited.append(part)
                 while (self._unsent[part] or math.isnan(now.scale)) and self._now is now:

@@ -480,6 +480,7 @@ class Member:
                 yield from self._hear_next()
 
     def _say_goodbye(self, leave: Leave) -> None:
+        # No longer: a host that has died, or hangs, must not keep this worker from ending.
         self.phase, self._deadline = MemberPhase.LEAVING, self._holder.now() + self.patience_s
         self._holder.send(leave)
 

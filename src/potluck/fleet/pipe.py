@@ -255,7 +255,7 @@ class Pipe:
 
     def _wait(self, *, to_write: bool) -> None:
         while not self.is_closed:
-            if is_ready(self._socket, to_write=to_write, timeout_s=1.0):
+            if is_ready(self._socket, to_write=to_write, timeout_s=1.0):  # then looks whether it was closed here
                 return
         raise ConnectionAbortedError("closed here")
 
@@ -283,7 +283,7 @@ def connect_local(port: int) -> socket.socket | None:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(10.0)
+        connection.settimeout(10.0)  # a server that is stopped, and whose queue is full, would keep this one for ever
         connection.connect(local_name(port))
         if Pipe(connection).user in (0, os.getuid()):
             return connection

@@ -215,7 +215,7 @@ class StepPlanner:
         self._committed_at, self._applying_s = self._run.clock, 0.0
 
     def _cost_s(self, under: StepUnderWay, longest_s: float) -> float:
-        """What agreeing cost. In a step that all took together, that is all that it lasted beyond the longest
+        """Return what agreeing cost. In a step that all took together, that is what it lasted beyond the longest
         computing; of two such steps it is the lesser, as an evaluation may lie before one of them."""
         before_s, self._more_s = self._more_s, 0.0
         if under.batch:

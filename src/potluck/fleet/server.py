@@ -47,7 +47,9 @@ from potluck.wire.words import heard
 log = logging.getLogger("potluck.fleet")
 
 TICK_S = 0.1
+"""How often the coordinator looks at the time: nobody is given up later than this after a deadline."""
 LAST_WORDS_S = 1.0
+"""How long a peer that is parted with may take to read why; one that reads nothing would never be gone."""
 UNREAD = 4
 """Times `patience` in which a peer reads not even a piece of what it is sent: the averages that wait for it keep all
 others waiting."""
@@ -94,6 +96,7 @@ class Server:
         """Hears of a run that was known in part, as from a journal: what its workers bring now."""
         self.finished: effects.Finish | None = None
         self.recorder: FlightRecorder | None = None
+        # One input at a time, else two would be decided on from the same state. Reentrant: effects bring about inputs.
         self._lock = threading.RLock()
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -151,7 +154,7 @@ class Server:
         self._base.end()
         for watcher in list(self._feeds.values()):
             watcher.end()
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + 2.0  # else a peer that reads nothing would keep this host from ending
         for connection in list(self.connections.values()):
             connection.end()
         while (self.connections or self._feeds) and time.monotonic() < deadline:
@@ -349,7 +352,7 @@ class Server:
         connection = PeerConnection(Pipe(guest.socket), guest.codec, peer=guest.peer, plain=plain, since=effect.since)
         connection.pipe.give_up_link(self.core.patience_s)
         self.connections[guest.peer] = connection
-        if guest.out:
+        if guest.out:  # first: it may be the half of a message
             connection.out.put(bytes(guest.out))
         if connection.pipe.is_local and not plain and self.exchange.memory is not None:
             connection.share(self.exchange.memory)

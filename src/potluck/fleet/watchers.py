@@ -18,6 +18,7 @@ EVENTS, NOW = 0, 1
 """Watched.what: a piece of the events, to be put behind those before; or how things stand, in place of what was."""
 PIECE_BYTES = 256 << 10
 LOOK_S = 0.5
+"""How often the files are looked at."""
 STUCK_S = 30.0
 """A watcher that takes nothing for so long is parted with."""
 
