@@ -76,10 +76,10 @@ class Rogues:
     # What comes in
 
     def tick(self) -> list[Effect]:
-        return self.core.on_tick(self.now)
+        return self.core.at(self.now).on_tick()
 
     def close(self) -> list[Effect]:
-        return self.core.on_closed(self.now, self.draw.randrange(PEERS), "it went")
+        return self.core.at(self.now).on_closed(self.draw.randrange(PEERS), "it went")
 
     def working(self) -> tuple[WorkerRecord, Any] | None:
         found = [(m, node) for m in self.core.membership.members.values() for node in m.nodes]
@@ -100,7 +100,7 @@ class Rogues:
             effects = self.core.at(self.now).rounds.on_payload(member.peer, under.step, node)
         self.sums |= {*range(*node)}
         if under is self.core.now and len(self.sums) == under.slices == len(under.reports):
-            effects += self.core.on_mean(self.now, under.step)
+            effects += self.core.at(self.now).on_mean(under.step)
         return effects
 
     def bad(self) -> list[Effect]:
@@ -113,8 +113,8 @@ class Rogues:
             return []
         step, self.saving = self.saving, None
         error = self.draw.choice(["", "", "it is no checkpoint"])
-        return self.core.on_saved(
-            self.now, step, "" if error else "a folder", error, 1, theirs=bool(error) and self.draw.random() < 0.5
+        return self.core.at(self.now).on_saved(
+            step, "" if error else "a folder", error, 1, theirs=bool(error) and self.draw.random() < 0.5
         )
 
     def speak(self) -> list[Effect]:
@@ -123,7 +123,7 @@ class Rogues:
         is_sensible = self.draw.random() < 0.95
         message = self.sensible(member) if is_sensible else self.anything(self.draw.choice(WITHOUT_GRADIENTS))
         self.sent += 1
-        return self.core.on_message(self.now, peer, decode(encode(message)[4:]), f"10.0.0.{peer % 3}")
+        return self.core.at(self.now).on_message(peer, decode(encode(message)[4:]), f"10.0.0.{peer % 3}")
 
     # Messages
 
@@ -225,7 +225,7 @@ class Rogues:
                     self.record(effect)
                 case Restore():
                     self.steps = []
-                    self.do(self.core.restored(self.now, None))
+                    self.do(self.core.at(self.now).restored(None))
                 case Finish():
                     self.finished = True
         under = self.core.now

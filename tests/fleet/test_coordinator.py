@@ -444,7 +444,7 @@ def test_a_state_of_an_earlier_step_than_was_asked_for_is_refused() -> None:
     ((number, transfer),) = run.core.transfers.under_way.items()
     assert transfer.sponsor is not None
     begin = StateBegin(number, transfer.step - 1, '[["state", 120]]')
-    effects = run.core.on_message(run.clock.now, transfer.sponsor, begin)
+    effects = run.core.at(run.clock.now).on_message(transfer.sponsor, begin)
     refusal = effects[0]
     assert isinstance(refusal, Send) and isinstance(refusal.message, Refusal) and refusal.peer == transfer.sponsor
     assert f"of step {transfer.step - 1}, and {transfer.step} was asked for" in refusal.message.sentence
@@ -1139,7 +1139,7 @@ def test_the_run_has_ended_for_those_who_come_later() -> None:
 
 
 def effects_of(core: Coordinator, *messages: tuple[int, Message], now: float = 100.0) -> list[Effect]:
-    return [effect for peer, message in messages for effect in core.on_message(now, peer, message)]
+    return [effect for peer, message in messages for effect in core.at(now).on_message(peer, message)]
 
 
 def hello(name: str = "w", secret: str = SECRET, protocol: int = PROTOCOL) -> Hello:
@@ -1379,7 +1379,9 @@ def test_what_the_first_slice_made_of_buffers_is_told_to_all() -> None:
         return replace(report(1, slices), buffers=buffers)
 
     effects_of(core, (2, told([4, 5, 6, 7], b"not asked")), (1, told([0, 1, 2, 3], b"first")), (1, told([], b"later")))
-    committed = [e.message for e in core.on_mean(100.0, 1) if isinstance(e, Send) and isinstance(e.message, Committed)]
+    committed = [
+        e.message for e in core.at(100.0).on_mean(1) if isinstance(e, Send) and isinstance(e.message, Committed)
+    ]
     assert [bytes(message.buffers) for message in committed] == [b"first", b"first"]
 
 
@@ -1428,8 +1430,8 @@ def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
     core.description = described()
     effects_of(core, (1, hello()), (1, ready()), (1, ready()))
     core.on_heard(109.0, 1)
-    assert core.on_tick(110.5) == [Restore()]
-    sent = [effect for effect in core.restored(110.5, stood(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
+    assert core.at(110.5).on_tick() == [Restore()]
+    sent = [effect for effect in core.at(110.5).restored(stood(4, 1, 16, 53)) if isinstance(effect, SendCheckpoint)]
     assert len(sent) == 1
 
 
@@ -1438,11 +1440,11 @@ def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
     core.description = described()
     told = [e.event for e in effects_of(core, (1, hello()), (1, ready())) if isinstance(e, Emit)]
     assert "the weights of step 4" in told[0].name and "if nobody comes back within 10 s" in told[0].doing
-    back = [e.event for e in core.restored(111.0, None) if isinstance(e, Emit)]
+    back = [e.event for e in core.at(111.0).restored(None) if isinstance(e, Emit)]
     assert back[0] == WentBack(from_step=4, step=0)
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=stood(4, 1, 16, 53), expected=1))
     core.description = described()
-    assert not [e for e in core.restored(111.0, stood(4, 1, 16, 53)) if isinstance(e, Emit)]
+    assert not [e for e in core.at(111.0).restored(stood(4, 1, 16, 53)) if isinstance(e, Emit)]
 
 
 def test_a_joiner_whose_run_would_be_shorter_or_longer_is_refused() -> None:
@@ -1531,12 +1533,14 @@ def deliver(core: Coordinator, now: float = 101.0) -> list[Effect]:
         numbers = [number for node in member.nodes for number in range(*node)]
         if not member.plain and numbers:
             ones = np.ones(len(numbers))
-            core.on_message(now, member.peer, SliceReport(under.step, np.array(numbers, "<u4"), ones, ones, 0.1, b""))
+            core.at(now).on_message(
+                member.peer, SliceReport(under.step, np.array(numbers, "<u4"), ones, ones, 0.1, b"")
+            )
         for node in list(member.nodes):
             if member.plain:
                 core.at(now).rounds.on_plain_loss(member.peer, under.step, node, 2.0)
             core.at(now).rounds.on_payload(member.peer, under.step, node)
-    return core.on_mean(now, under.step)
+    return core.at(now).on_mean(under.step)
 
 
 def test_every_plain_peer_gets_rows_in_every_step() -> None:
@@ -1570,10 +1574,10 @@ def test_a_run_whose_end_is_known_commits_no_step_too_many() -> None:
 
 def test_a_plain_peer_is_not_given_a_second_assignment_within_a_step() -> None:
     core, _ = plain_fleet(1, ours=2)
-    gone = core.on_closed(101.0, 11, "killed")
+    gone = core.at(101.0).on_closed(11, "killed")
     assert not assigned(gone)  # its slices go to the other one of ours
     core, _ = plain_fleet(1, ours=1)
-    gone = core.on_closed(101.0, 11, "killed")
+    gone = core.at(101.0).on_closed(11, "killed")
     assert not assigned(gone) and core.now is None
     back = effects_of(core, (12, hello()), (12, ready()), now=102.0)
     assert core.now is not None and core.now.step == 1
@@ -1590,7 +1594,7 @@ def test_a_plain_peers_silence_counts_only_while_it_owes_something() -> None:
 
     def closed(now: float) -> list[int]:
         core.on_heard(now, 11)
-        return [effect.peer for effect in core.on_tick(now) if isinstance(effect, Close)]
+        return [effect.peer for effect in core.at(now).on_tick() if isinstance(effect, Close)]
 
     assert not any(closed(105.0 + seconds) for seconds in range(60))
     deliver(core, now=170.0)
@@ -1609,15 +1613,15 @@ def test_a_plain_peer_cannot_go_back_with_the_run() -> None:
     core, _ = plain_fleet(1)
     deliver(core)
     effects_of(core, (12, hello()), (12, ready()))
-    core.on_closed(102.0, 11, "killed")
-    effects = core.restored(120.0, None)
+    core.at(102.0).on_closed(11, "killed")
+    effects = core.at(120.0).restored(None)
     assert Send(1, Shutdown()) in effects
     assert not any(member.plain for member in core.membership.members.values())
 
 
 def test_a_plain_peer_may_come_back_before_the_first_step_is_done() -> None:
     core, _ = plain_fleet(1)
-    core.on_closed(101.0, 1, "killed")
+    core.at(101.0).on_closed(1, "killed")
     came = effects_of(core, (2, JoinRequest("again", 1, "cuda")), now=102.0)
     assert Send(2, JoinAccepted(2, 2)) in came
     assert assigned(came) == [(2, 1, 0, 0)]  # its rows are with ours already, and an average follows
@@ -1635,7 +1639,7 @@ def test_a_plain_peer_that_leaves_at_the_end_is_not_told_as_lost() -> None:
     core, _ = plain_fleet(1, rows=16, rows_limit=16)
     deliver(core)
     effects_of(core, (11, Applied(1, "x", 0.1, 1.0, "", 0.0)), (11, Leave(1, "finished")))
-    went = [e.event for e in core.on_closed(103.0, 1, "it closed the connection") if isinstance(e, Emit)]
+    went = [e.event for e in core.at(103.0).on_closed(1, "it closed the connection") if isinstance(e, Emit)]
     assert [event.polite for event in went] == [True]
 
 

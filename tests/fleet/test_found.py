@@ -123,8 +123,8 @@ def state_begun(step: int = 2) -> tuple[Fleet, int]:
     run = Fleet(workers=1)
     run.run_until(lambda: run.standing().version >= step and run.member("w0").applied >= step)
     peer, now = run.member("w0").peer, run.clock.now
-    run.core.on_message(now, peer, SaveDue(step, 1))
-    begun = run.core.on_message(now, peer, StateBegin(SAVE, step, '[["state", 120]]'))
+    run.core.at(now).on_message(peer, SaveDue(step, 1))
+    begun = run.core.at(now).on_message(peer, StateBegin(SAVE, step, '[["state", 120]]'))
     assert any(isinstance(effect, SaveBegin) for effect in begun)
     return run, peer
 
@@ -134,8 +134,8 @@ def test_a_state_that_cannot_be_kept_is_cancelled_only_while_it_is_coming(chunks
     """A sender that has sent all of it would take that for its next one."""
     run, peer = state_begun()
     for _ in range(chunks):
-        run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
-    failed = run.core.on_saved(run.clock.now, 2, "", "No space left on device")
+        run.core.at(run.clock.now).on_message(peer, StateChunk(SAVE, bytes(60)))
+    failed = run.core.at(run.clock.now).on_saved(2, "", "No space left on device")
     told = [effect.message for effect in failed if isinstance(effect, Send)]
     assert (StateMore(SAVE, 0) in told) == is_cancelled
 
@@ -145,15 +145,15 @@ def test_a_state_of_which_all_has_come_is_kept_though_its_sender_is_gone(chunks:
     """Else the next one begins, the first is told to be on the disk, and nobody waits for the rest of the next."""
     run, peer = state_begun()
     for _ in range(chunks):
-        run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
-    assert (SaveAbort() in run.core.on_closed(run.clock.now, peer, "it closed the connection")) == is_aborted
+        run.core.at(run.clock.now).on_message(peer, StateChunk(SAVE, bytes(60)))
+    assert (SaveAbort() in run.core.at(run.clock.now).on_closed(peer, "it closed the connection")) == is_aborted
     assert run.core.saving.is_writing != is_aborted
 
 
 def test_a_sender_that_begins_another_state_ends_the_one_before() -> None:
     run, peer = state_begun()
-    run.core.on_message(run.clock.now, peer, StateChunk(SAVE, bytes(60)))
-    again = run.core.on_message(run.clock.now, peer, StateBegin(SAVE, 2, '[["state", 120]]'))
+    run.core.at(run.clock.now).on_message(peer, StateChunk(SAVE, bytes(60)))
+    again = run.core.at(run.clock.now).on_message(peer, StateBegin(SAVE, 2, '[["state", 120]]'))
     assert type(again[0]) is SaveBegin  # in place of what has come of the last
 
 
@@ -325,14 +325,14 @@ def test_those_who_gather_values_wait_for_one_that_evaluates_at_that_step(ranges
     """However long all of it takes: what it finds may be in its value. One that hangs finds nothing."""
     core, now = Coordinator(patience_s=PATIENCE_S, secret=SECRET), 100.0
     effects_of(core, *((peer, message) for peer in (1, 2) for message in (hello(f"w{peer}"), ready())))
-    core.on_message(now, 2, Gather(0, 0, 2, b""))
+    core.at(now).on_message(2, Gather(0, 0, 2, b""))
     for tick in range(64):
         if tick % 8 == 0 and tick < 8 * ranges:
             start, end = max(0, tick // 8 - 1), tick // 8
-            core.on_message(now, 1, EvaluateNext(0, 20, 1, start, end, 1.0, 1.0, "", np.zeros(0)))
+            core.at(now).on_message(1, EvaluateNext(0, 20, 1, start, end, 1.0, 1.0, "", np.zeros(0)))
         now += PATIENCE_S / 8
         effects_of(core, (1, Heartbeat("w1", 0)), (2, Heartbeat("w2", 0)), now=now)
-        core.on_tick(now)
+        core.at(now).on_tick()
     assert bool(core.gatherings.open) == is_waited_for
 
 

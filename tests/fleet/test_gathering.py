@@ -103,17 +103,17 @@ def test_what_no_honest_worker_gives_is_refused(ask: Gather) -> None:
 def test_a_value_is_replaced_only_by_its_own_worker(name: str, address: str, is_heard: bool) -> None:
     """By one that came back, and whose first connection is not known to be gone."""
     core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
-    core.on_message(100.0, 2, hello("w2"), "10.0.0.2")
+    core.at(100.0).on_message(2, hello("w2"), "10.0.0.2")
     for peer, who, where, now in ((1, "w1", "10.0.0.1", 100.0), (9, name, address, 101.0)):
-        core.on_message(now, peer, hello(who), where)
-        core.on_message(now, peer, ready())
-    core.on_message(102.0, 2, ready())
+        core.at(now).on_message(peer, hello(who), where)
+        core.at(now).on_message(peer, ready())
+    core.at(102.0).on_message(2, ready())
     first_id = core.membership.members[1].worker_id
-    core.on_message(100.0, 1, Gather(0, 0, first_id, b"first"))
+    core.at(100.0).on_message(1, Gather(0, 0, first_id, b"first"))
     if is_heard:
         core.on_heard(103.0, 1)
-    core.on_message(104.0, 9, Gather(0, 0, first_id, b"second"))
-    (answer, *_) = [e.message for e in core.on_message(104.0, 2, Gather(0, 0, 0, b"third")) if isinstance(e, Send)]
+    core.at(104.0).on_message(9, Gather(0, 0, first_id, b"second"))
+    (answer, *_) = [e.message for e in core.at(104.0).on_message(2, Gather(0, 0, 0, b"third")) if isinstance(e, Send)]
     assert isinstance(answer, Gathered)
     is_one = name == "w1" and (address == "10.0.0.1" or not is_heard)
     assert bytes(answer.data) == (b"thirdsecond" if is_one else b"thirdfirstsecond")
@@ -133,7 +133,7 @@ def test_a_worker_that_names_another_first_id_each_time_does_not_prolong_the_wai
     core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
     effects_of(core, *((peer, message) for peer in (1, 2, 3) for message in (hello(f"w{peer}"), ready())))
     for now, peer, first_id in ((100.0, 1, 0), (101.0, 2, 1), (150.0, 1, 77)):
-        core.on_message(now, peer, Gather(0, 0, first_id, b""))
+        core.at(now).on_message(peer, Gather(0, 0, first_id, b""))
     assert core.gatherings.open[0, 0].last_at == 101.0
 
 
@@ -144,12 +144,12 @@ def test_what_is_kept_is_bounded() -> None:
     for peer in peers:
         effects_of(core, (peer, hello(f"w{peer}")), (peer, ready()))
     for call in range(100):
-        core.on_message(100.0, 1, Gather(0, call, 1, bytes(1000)))
+        core.at(100.0).on_message(1, Gather(0, call, 1, bytes(1000)))
     assert [len(found.given) for found in core.gatherings.open.values()] == [1]
     assert len(core.gatherings.done) <= MOST_DONE
     told: list[Effect] = []
     for peer in peers[1:]:
-        told += core.on_message(100.0, peer, Gather(0, 100, peer, bytes(MOST_BYTES)))
+        told += core.at(100.0).on_message(peer, Gather(0, 100, peer, bytes(MOST_BYTES)))
     answers = [e.message for e in told if isinstance(e, Send)]
     assert not any(isinstance(answer, Refusal) for answer in answers)
     faults = [answer.fault for answer in answers if isinstance(answer, Gathered)]

@@ -102,8 +102,8 @@ def restarted(*, kept: bool = False) -> Coordinator:
 
 def comes_back(core: Coordinator, peer: int, digest: str, kind: str, now: float = 100.0) -> list[int]:
     """The peers that are let in with the weights that they have."""
-    core.on_message(now, peer, hello(f"w{peer}", kind))
-    effects = core.on_message(now, peer, Ready(described().to_json(), 4, digest, 1))
+    core.at(now).on_message(peer, hello(f"w{peer}", kind))
+    effects = core.at(now).on_message(peer, Ready(described().to_json(), 4, digest, 1))
     return admitted(effects)
 
 
@@ -132,8 +132,8 @@ def test_weights_that_nobody_can_check_are_taken_only_if_nobody_else_comes_and_n
     for kind, kept in itertools.product(("of its own; alien", "cpu; torch"), (False, True)):
         core, is_taken = restarted(kept=kept), kind.endswith("alien") and not kept
         assert comes_back(core, 1, FORGED, kind) == []
-        core.on_message(later, 1, Heartbeat("w1", 0))
-        effects = core.on_tick(later)
+        core.at(later).on_message(1, Heartbeat("w1", 0))
+        effects = core.at(later).on_tick()
         assert admitted(effects) == [1] * is_taken and (Restore() in effects) != is_taken
         if is_taken:
             assert comes_back(core, 2, RIGHT, "cpu; torch", now=later) == [2]
@@ -288,13 +288,13 @@ def test_whose_figures_count_is_decided_by_most_and_then_by_who_was_in_first() -
     core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
     for peer in (1, 2):
         for message in (hello(f"w{peer}"), ready()):
-            core.on_message(100.0, peer, message)
-        core.on_message(100.0, peer, EvaluateNext(0, 2, 1, 0, 0, 0.0, 0.0))
-    core.on_message(100.0, 2, EvaluateNext(0, 2, 1, 1, 2, 9.0, 1.0, '["x", "y"]', np.ones(1)))
-    effects = core.on_message(100.0, 1, EvaluateNext(0, 2, 1, 0, 1, 1.0, 1.0))
+            core.at(100.0).on_message(peer, message)
+        core.at(100.0).on_message(peer, EvaluateNext(0, 2, 1, 0, 0, 0.0, 0.0))
+    core.at(100.0).on_message(2, EvaluateNext(0, 2, 1, 1, 2, 9.0, 1.0, '["x", "y"]', np.ones(1)))
+    effects = core.at(100.0).on_message(1, EvaluateNext(0, 2, 1, 0, 1, 1.0, 1.0))
     sent = [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
     assert sent == [(2, Evaluated(0, 0.0, 0.0, '["loss"]')), (1, EvaluateRange(0, 1, 2))]
-    effects = core.on_message(100.0, 1, EvaluateNext(0, 2, 1, 1, 2, 3.0, 1.0))
+    effects = core.at(100.0).on_message(1, EvaluateNext(0, 2, 1, 1, 2, 3.0, 1.0))
     assert [effect.message for effect in effects if isinstance(effect, Send)] == [Evaluated(0, 4.0, 2.0)]
     assert len(core.membership.ready) == 2 and not core.evaluations.open
 
@@ -302,8 +302,8 @@ def test_whose_figures_count_is_decided_by_most_and_then_by_who_was_in_first() -
 def test_one_that_tells_of_other_figures_than_before_in_one_evaluation_is_refused_itself() -> None:
     core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
     for message in (hello(), ready(), EvaluateNext(0, 3, 1, 0, 0, 0.0, 0.0), EvaluateNext(0, 3, 1, 0, 1, 1.0, 1.0)):
-        core.on_message(100.0, 1, message)
-    effects = core.on_message(100.0, 1, EvaluateNext(0, 3, 1, 1, 2, 1.0, 1.0, '["loss", "x"]', np.ones(1)))
+        core.at(100.0).on_message(1, message)
+    effects = core.at(100.0).on_message(1, EvaluateNext(0, 3, 1, 1, 2, 1.0, 1.0, '["loss", "x"]', np.ones(1)))
     (refusal,) = [effect.message for effect in effects if isinstance(effect, Send)]
     assert isinstance(refusal, Refusal) and "other figures than you told before" in refusal.sentence
 
@@ -353,10 +353,10 @@ def test_two_sets_that_are_looked_at_at_one_step_have_each_its_own_loss() -> Non
     """The second was answered with the first one's loss."""
     core, answers = Coordinator(patience_s=10, secret=SECRET), []
     for message in (hello(), ready()):
-        core.on_message(100.0, 1, message)
+        core.at(100.0).on_message(1, message)
     for rows, loss in ((10, 5.0), (20, 8.0)):
-        core.on_message(100.0, 1, EvaluateNext(0, rows, rows, 0, 0, 0.0, 0.0))
-        told = core.on_message(100.0, 1, EvaluateNext(0, rows, rows, 0, rows, loss, 1.0))
+        core.at(100.0).on_message(1, EvaluateNext(0, rows, rows, 0, 0, 0.0, 0.0))
+        told = core.at(100.0).on_message(1, EvaluateNext(0, rows, rows, 0, rows, loss, 1.0))
         answers += [effect.message.loss_sum for effect in told if isinstance(effect, Send)]
     assert answers == [5.0, 8.0]
 
@@ -413,8 +413,8 @@ def test_a_model_that_the_host_has_no_memory_for_is_refused_before_anything_is_a
     table = json.loads(described().to_json())
     core = Coordinator(patience_s=10, secret=SECRET)
     core.weights.most_floats = 1 << 34
-    core.on_message(100.0, 1, hello())
-    told, closed, _ = core.on_message(100.0, 1, Ready(json.dumps(table | {"parts": parts[:2000]}), 0, "", 0))
+    core.at(100.0).on_message(1, hello())
+    told, closed, _ = core.at(100.0).on_message(1, Ready(json.dumps(table | {"parts": parts[:2000]}), 0, "", 0))
     assert isinstance(told, Send) and "has memory for the mean of 17,179,869,184" in told.message.sentence
     assert isinstance(closed, Close) and core.description is None
     with pytest.raises(TheirProtocolError, match="all parts together"):
@@ -472,10 +472,10 @@ def test_no_worker_can_have_the_hosts_checkpoints_removed(keep_last: int) -> Non
     """What is to be kept is the most that a worker wanted; the last one is kept for everybody."""
     core = Coordinator(patience_s=10, secret=SECRET)
     for message in (hello(), ready(), SaveDue(0, 3), SaveDue(0, keep_last)):
-        core.on_message(100.0, 1, message)
+        core.at(100.0).on_message(1, message)
     (begun,) = [
         effect
-        for effect in core.on_message(100.0, 1, StateBegin(SAVE, 0, json.dumps([["state", 1]])))
+        for effect in core.at(100.0).on_message(1, StateBegin(SAVE, 0, json.dumps([["state", 1]])))
         if isinstance(effect, SaveBegin)
     ]
     assert begun.keep_last == 3
@@ -487,7 +487,7 @@ def test_whoever_says_twice_that_it_is_ready_is_not_made_to_wait_for_its_own_wei
     core.description = described()
     text = described().to_json()
     for message in (hello(), Ready(text, 0, "", 0), Ready(text, 4, "x", 1)):
-        core.on_message(100.0, 1, message)
+        core.at(100.0).on_message(1, message)
     assert [member.peer for member in core.membership.holders] == [1] and not core.weights.waiting
 
 

@@ -111,14 +111,14 @@ def test_orders_that_mean_nothing_are_told_so_and_do_nothing() -> None:
 
 
 def effects_of(core: Coordinator, peer: int, message: Any, now: float = 0.0) -> list[Effect]:
-    return core.on_message(now, peer, message)
+    return core.at(now).on_message(peer, message)
 
 
 def test_one_who_watches_is_no_member_and_has_no_id() -> None:
     core = Coordinator(patience_s=10, secret=SECRET)
     assert effects_of(core, 1, LookOn(PROTOCOL, SECRET)) == [Send(1, Welcome(0, 10_000, "")), ShowTo(1)]
     assert not core.membership.members and core.membership.next_id == 0
-    assert core.on_closed(1.0, 1, "it closed the connection") == []
+    assert core.at(1.0).on_closed(1, "it closed the connection") == []
 
 
 def test_who_has_not_the_secret_sees_nothing_and_hears_nothing() -> None:
@@ -134,7 +134,7 @@ def test_so_many_may_watch_and_when_one_goes_another_may() -> None:
         assert ShowTo(peer) in effects_of(core, peer, LookOn(PROTOCOL, SECRET))
     told, _ = effects_of(core, 99, LookOn(PROTOCOL, SECRET))
     assert told == Send(99, Refusal(1, "16 watch this host, the most at once. Come again later."))
-    core.on_closed(1.0, 3, "it closed the connection")
+    core.at(1.0).on_closed(3, "it closed the connection")
     assert ShowTo(100) in effects_of(core, 100, LookOn(PROTOCOL, SECRET))
 
 
@@ -145,7 +145,7 @@ def test_what_the_model_writes_is_cleaned_and_told_now_and_then() -> None:
 
     def told(now: float) -> list[Any]:
         return [
-            e.event for e in run.core.on_message(now, peer, Wrote(10**9, "a", "b\x1b[2J\nc")) if isinstance(e, Emit)
+            e.event for e in run.core.at(now).on_message(peer, Wrote(10**9, "a", "b\x1b[2J\nc")) if isinstance(e, Emit)
         ]
 
     now = run.host.clock.now

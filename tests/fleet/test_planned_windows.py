@@ -152,7 +152,7 @@ def test_a_worker_that_says_it_stopped_where_it_cannot_have_is_not_believed(stop
     assert run.core.now is not None and run.core.now.rows_of(member.nodes[0]) == (4, 8)
     none = np.zeros(1)
     report = SliceReport(1, np.array([2], "<u4"), none, none, 0.1, b"", 1, stopped=stopped)
-    run.host.act(run.core.on_message(run.clock.now, member.peer, report))
+    run.host.act(run.core.at(run.clock.now).on_message(member.peer, report))
     assert run.core.refused["foreign report"] == 1
     run.finish()
 
@@ -279,11 +279,11 @@ def test_evaluations_are_told_by_batches_of_the_run() -> None:
 
 def test_plain_peers_are_turned_away() -> None:
     core = Coordinator(patience_s=10, secret="", plain_peers=True)
-    (accepted, *_) = core.on_message(0.0, 1, JoinRequest("early", 0, "cpu"))
+    (accepted, *_) = core.at(0.0).on_message(1, JoinRequest("early", 0, "cpu"))
     assert isinstance(accepted.message, JoinAccepted)  # type: ignore[union-attr]
-    core.on_message(0.0, 2, Hello(PROTOCOL, "", "ours", "cpu"))
-    effects = core.on_message(0.0, 2, Ready(windowed(Cadence.published()).to_json(), 0, "hash", 0))
-    effects += core.on_message(0.0, 3, JoinRequest("late", 0, "cpu"))
+    core.at(0.0).on_message(2, Hello(PROTOCOL, "", "ours", "cpu"))
+    effects = core.at(0.0).on_message(2, Ready(windowed(Cadence.published()).to_json(), 0, "hash", 0))
+    effects += core.at(0.0).on_message(3, JoinRequest("late", 0, "cpu"))
     for peer in (1, 3):
         assert any(isinstance(e, Send) and e.peer == peer and isinstance(e.message, Shutdown) for e in effects)
         assert [e.why for e in effects if isinstance(e, Close) and e.peer == peer] == [

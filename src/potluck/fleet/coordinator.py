@@ -108,7 +108,7 @@ class Coordinator(CoordinatorState):
         return self.rounds.now
 
     def at(self, now: float) -> "Coordinator":
-        """Its machines, with what time it is: for what concerns one of them alone."""
+        """Set the run's time, before anything that comes in then."""
         self.clock = now
         return self
 
@@ -119,9 +119,8 @@ class Coordinator(CoordinatorState):
 
     # What workers send
 
-    def on_message(self, now: float, peer: int, message: Message, address: str = "") -> list[Effect]:
+    def on_message(self, peer: int, message: Message, address: str = "") -> list[Effect]:
         """A whole message of any kind but gradients. `address`: of the machine that it came from."""
-        self.clock = now
         member = self.membership.members.get(peer)
         try:
             message = bounds.check(message, self.description)
@@ -137,7 +136,7 @@ class Coordinator(CoordinatorState):
                 case LookOn():
                     return self._on_watch(peer, message)
             return self.refuse(peer, "unknown", "")
-        member.hear(now)
+        member.hear(self.clock)
         if not isinstance(message, Heartbeat):
             member.stack = ""
         if member.plain:
@@ -193,14 +192,13 @@ class Coordinator(CoordinatorState):
         prompt, text = ("\n".join(map(clean, told.splitlines())) for told in (wrote.prompt, wrote.text))
         return [Emit(Sampled(step=min(wrote.step, self.steps_done), prompt=prompt, text=text))]
 
-    def on_heard(self, now: float, peer: int) -> None:
+    def on_heard(self, at: float, peer: int) -> None:
         """Notes that the peer is alive: any byte counts."""
         if (member := self.membership.members.get(peer)) is not None:
-            member.hear(now)
+            member.hear(at)
 
-    def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
+    def on_closed(self, peer: int, why: str) -> list[Effect]:
         """The connection is gone, no matter which side closed it."""
-        self.clock = now
         self._watchers.discard(peer)
         member = self.membership.remove(peer)
         self.weights.forget(peer)
@@ -240,9 +238,8 @@ class Coordinator(CoordinatorState):
 
     # What became of gradients
 
-    def on_mean(self, now: float, step: int) -> list[Effect]:
+    def on_mean(self, step: int) -> list[Effect]:
         """Every part's average is formed, and on its way."""
-        self.clock = now
         under = self.rounds.now
         if under is None or under.step != step or not under.is_reported:
             return []
@@ -251,20 +248,16 @@ class Coordinator(CoordinatorState):
 
     # What became of checkpoints
 
-    def on_saved(
-        self, now: float, step: int, folder: str, error: str, size: int = 0, *, theirs: bool = False
-    ) -> list[Effect]:
+    def on_saved(self, step: int, folder: str, error: str, size: int = 0, theirs: bool = False) -> list[Effect]:
         """`theirs`: what came is no checkpoint, so that its sender goes, and another is asked."""
-        self.clock = now
         if theirs and self.saving.sender is not None:
             self.saving.is_writing = False
             return self.refuse(self.saving.sender, "bad checkpoint", error)
         return self.saving.on_saved(step, folder, error, size)
 
-    def restored(self, now: float, standing: Position | None) -> list[Effect]:
+    def restored(self, standing: Position | None) -> list[Effect]:
         """The run resumes from the newest checkpoint, or from its beginning where there is none."""
         before = self.steps_done
-        self.clock = now
         self.standing = standing or Position()
         self.previous, self.ahead, self.skipped = None, None, 0
         self.weights.is_restoring, self.expected = False, 0
@@ -283,11 +276,10 @@ class Coordinator(CoordinatorState):
 
     # Time
 
-    def on_tick(self, now: float) -> list[Effect]:
-        self.clock = now
+    def on_tick(self) -> list[Effect]:
         effects: list[Effect] = []
-        for member in self.membership.late(now, self.patience_s):
-            why = f"silent for {member.silent_s(now):.1f} s while {member.doing(self.standing)}"
+        for member in self.membership.late(self.clock, self.patience_s):
+            why = f"silent for {member.silent_s(self.clock):.1f} s while {member.doing(self.standing)}"
             effects += self.close(member.peer, why)
         effects += self.stragglers.relieve()
         effects += self.stragglers.tell()
@@ -323,29 +315,27 @@ Heard = dict[int, float]
 """Peer -> when a byte of it last came, by this machine's clock."""
 
 
-def _tick(core: Coordinator, now: float, heard: Heard, waits_for: list[int]) -> list[Effect]:
+def _tick(core: Coordinator, heard: Heard, waits_for: list[int]) -> list[Effect]:
     """`waits_for`: peers that have not taken the averages of the step before, which the next cannot replace."""
     for peer, at in heard.items():
         core.on_heard(core.own_time(at), peer)
-    return core.on_tick(now) + core.stragglers.part_with_silent(set(waits_for))
+    return core.on_tick() + core.stragglers.part_with_silent(set(waits_for))
 
 
 INPUTS: dict[str, Callable[..., list[Effect]]] = {
-    "message": lambda core, now, peer, message, address="": core.on_message(now, peer, message, address),
-    "closed": lambda core, now, peer, why: core.on_closed(now, peer, why),
+    "message": Coordinator.on_message,
+    "closed": Coordinator.on_closed,
     "tick": _tick,
-    "payload": lambda core, now, peer, step, node: core.at(now).rounds.on_payload(peer, step, tuple(node)),
-    "bad": lambda core, now, peer, step, node, why: core.at(now).rounds.on_bad(peer, step, tuple(node), why),
-    "loss": lambda core, now, peer, step, node, loss: core.at(now).rounds.on_plain_loss(peer, step, tuple(node), loss),
-    "mean": lambda core, now, step: core.on_mean(now, step),
-    "taken": lambda core, now, peer, transfer: core.at(now).transfers.on_taken(peer, transfer),
-    "saved": lambda core, now, step, folder, error, size, theirs: core.on_saved(
-        now, step, folder, error, size, theirs=theirs
-    ),
-    "restored": lambda core, now, standing: core.restored(now, standing),
-    "order": lambda core, now, action, worker: core.at(now).orders.carry_out(action, worker),
-    "stop": lambda core, now: core.at(now).ending.request_stop(),
-    "fail": lambda core, now, sentence: [Finish(sentence, failed=True)],
+    "payload": lambda core, peer, step, node: core.rounds.on_payload(peer, step, tuple(node)),
+    "bad": lambda core, peer, step, node, why: core.rounds.on_bad(peer, step, tuple(node), why),
+    "loss": lambda core, peer, step, node, loss: core.rounds.on_plain_loss(peer, step, tuple(node), loss),
+    "mean": Coordinator.on_mean,
+    "taken": lambda core, peer, transfer: core.transfers.on_taken(peer, transfer),
+    "saved": Coordinator.on_saved,
+    "restored": Coordinator.restored,
+    "order": lambda core, action, worker: core.orders.carry_out(action, worker),
+    "stop": lambda core: core.ending.request_stop(),
+    "fail": lambda core, sentence: [Finish(sentence, failed=True)],
 }
 """Each call by which anything reaches the coordinator, by its name. The server, the tests' fleet and `potluck replay`
 feed this table, so that what is written down of a run is all that its coordinator ever heard."""
@@ -353,4 +343,4 @@ feed this table, so that what is written down of a run is all that its coordinat
 
 def feed(core: Coordinator, now: float, name: str, *what: Any) -> list[Effect]:
     """`now`: by this machine's clock."""
-    return INPUTS[name](core, core.pass_time(now), *what)
+    return INPUTS[name](core.at(core.pass_time(now)), *what)

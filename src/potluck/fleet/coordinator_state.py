@@ -144,14 +144,14 @@ class CoordinatorState:
 
     # Parting with a peer
 
-    def on_closed(self, now: float, peer: int, why: str) -> list[Effect]:
+    def on_closed(self, peer: int, why: str) -> list[Effect]:
         """The connection is gone, whichever end closed it: the coordinator tells every machine."""
         raise NotImplementedError
 
     def close(self, peer: int, why: str, *, is_silent: bool = False) -> list[Effect]:
         if (member := self.membership.members.get(peer)) is not None:
             member.goodbye = ""  # it does not go for the reason that it gave
-        return [Close(peer, why, is_silent), *self.on_closed(self.clock, peer, why)]
+        return [Close(peer, why, is_silent), *self.on_closed(peer, why)]
 
     def refuse(self, peer: int, kind: str, sentence: str, code: int = 1) -> list[Effect]:
         """Refuses a peer. Without a sentence it hears nothing at all."""
