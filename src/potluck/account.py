@@ -102,7 +102,7 @@ def _watch(stacks: IO[bytes], folder: Path) -> None:
 def _answer(folder: Path) -> None:
     with suppress(OSError):
         asked = (folder / ASKED).read_text(encoding="utf-8")
-        (folder / ASKED).unlink()
+        (folder / ASKED).unlink()  # first: somebody may ask again while this is answered
         write_whole(folder / ANSWER, json.dumps(take_account() | {"asked": asked}), 0o600)
         return
     if on_quit:

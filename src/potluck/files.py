@@ -29,7 +29,7 @@ def written_aside(path: Path, mode: int = 0o666, *, durable: bool = False) -> It
             yield file
             file.flush()
             if durable:
-                os.fsync(descriptor)
+                os.fsync(descriptor)  # first: after a power cut its name could else stand for half of it
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)

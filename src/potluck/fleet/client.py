@@ -373,7 +373,7 @@ class Client:
         enter_phase("average seen", at.step, part=at.part)
         floats = self._room(session, at.part)
         np.copyto(floats, session.averages[at.part])
-        session.receipts.give()
+        session.receipts.give()  # only now: the host may write there again once it has it
         self._arrived(session, Average(at.step, at.part, floats))
 
     def _room(self, session: _Session, part: int) -> Floats:

@@ -221,10 +221,11 @@ class Description:
                 raise ValueError(f"all parts together have at most {MAX_TOTAL:,} numbers")
             if not 0 < len(parts) <= MAX_PARTS or len({part.key for part in parts}) != len(parts):
                 raise ValueError(f"there are between 1 and {MAX_PARTS:,} parts, no two alike")
-            for name in ("rows", "batch", "slices"):
-                if not 0 < (_whole(getattr(described, name)) or 0) <= MAX_ROWS:
-                    raise ValueError(f"{name} is at least 1, and at most {MAX_ROWS:,}")
-            _whole(described.seed)
+            for name, most in {"rows": MAX_ROWS, "batch": MAX_ROWS, "slices": MAX_ROWS, "turns": MAX_TURNS}.items():
+                if not 0 < (_whole(getattr(described, name)) or 0) <= most:
+                    raise ValueError(f"{name} is at least 1, and at most {most:,}")
+            for name in ("seed", "rows_limit", "state_bytes"):
+                _whole(getattr(described, name))
             if not isinstance(described.model, str) or not isinstance(described.policy, str):
                 raise ValueError("model and policy are words")
             _check_settings(described.policy, described.settings)
@@ -232,14 +233,10 @@ class Description:
             told = described.training.items()
             if not all(str(word).isprintable() for pair in told for word in pair):  # it is shown to people
                 raise ValueError("training is a table of words and numbers")
-            _whole(described.rows_limit)
-            _whole(described.state_bytes)
             if described.wire not in WIRES:
                 raise ValueError(f"wire is one of {', '.join(WIRES)}")
-            if not 0 < (_whole(described.turns) or 0) <= MAX_TURNS:
-                raise ValueError(f"turns is at least 1, and at most {MAX_TURNS}")
-            _few_words("places", described.places)
-            _few_words("base", described.base)
+            for name in ("places", "base"):
+                _few_words(name, getattr(described, name))
             if not isinstance(described.in_pairs, bool):
                 raise ValueError("in_pairs is true or false")
             if not (LEAST_UNIT <= described.unit <= 1 and LEAST_SAMPLES <= described.samples_per_row < 1e12):

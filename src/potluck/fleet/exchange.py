@@ -245,7 +245,7 @@ class Exchange:
             for connection in self.connections.values():
                 if connection.since <= step and not connection.blocks:
                     connection.out.put(self._whole(step))
-            self.act("mean", step)
+            self.act("mean", step)  # last: Committed leaves behind the averages that it is about
 
     def _whole(self, step: int) -> Message:
         assert self.mean is not None

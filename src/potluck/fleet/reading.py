@@ -183,7 +183,7 @@ class PeerReader:
         finally:
             connection.held = False
             self._shut(slot)
-        connection.receipts.give()
+        connection.receipts.give()  # only now: the worker may write there again once it has it
         self._part_done(expected, slot)
 
     # Which of those that it was asked for
