@@ -306,22 +306,21 @@ class Client:
 
     def _take_in(self, session: _Session, message: Message) -> None:
         log.debug("heard %s of step %s", type(message).__name__, getattr(message, "step", "none"))
-        if isinstance(message, AverageAt):
-            self._take_average(session, message)
-            return
-        if isinstance(message, ShareMemory):
-            self._share(session, message)
-            return
-        if isinstance(message, SealKey):
-            session.pipe.seal_receiving(message.key)
-            self.send(SealKey(new_key()))
-            return
-        with self._change:
-            if isinstance(message, StateMore):
-                session.out.on_more(message)
-            elif not isinstance(message, Heartbeat):
-                session.inbox.append(message)
-            self._change.notify_all()
+        match message:
+            case AverageAt():
+                self._take_average(session, message)
+            case ShareMemory():
+                self._share(session, message)
+            case SealKey():
+                session.pipe.seal_receiving(message.key)
+                self.send(SealKey(new_key()))
+            case StateMore():
+                with self._change:
+                    session.out.on_more(message)
+            case Heartbeat():
+                pass  # that it came is noted with its bytes
+            case _:
+                self._arrived(session, message)
 
     def _read_average(self, session: _Session, head: memoryview, length: int) -> None:
         bulk, over = session.read_bulk(head, length)
@@ -391,9 +390,9 @@ class Client:
             session.unreleased += 1
             return self._one[:size]
 
-    def _arrived(self, session: _Session, average: Average) -> None:
+    def _arrived(self, session: _Session, message: Message | Average) -> None:
         with self._change:
-            session.inbox.append(average)
+            session.inbox.append(message)
             self._change.notify_all()
 
     def _write(self, session: _Session) -> None:

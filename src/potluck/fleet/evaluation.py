@@ -38,10 +38,9 @@ class Told:
     """Their ids."""
     starts: "array[int]" = field(default_factory=lambda: array("q"))
     """The first row of each range."""
-    loss_sums: "array[float]" = field(default_factory=lambda: array("d"))
     samples: "array[float]" = field(default_factory=lambda: array("d"))
     sums: "list[array[float]]" = field(default_factory=list)
-    """Sums of each figure but the loss."""
+    """Sums of each figure, the loss first."""
 
 
 @dataclass
@@ -73,7 +72,7 @@ class Evaluation:
         if any(worker_id in told.workers for names, told in self.told.items() if names != ask.names):
             return False
         if (known := self.told.get(ask.names)) is not None:
-            return len(ask.sums) == len(known.sums)
+            return 1 + len(ask.sums) == len(known.sums)
         if not ask.names:
             return not len(ask.sums)
         names = names_in(ask.names)
@@ -83,13 +82,13 @@ class Evaluation:
 
     def add(self, ask: EvaluateNext, worker_id: int, seconds: float) -> None:
         """A range that was given to one worker, and to nobody else, is done."""
-        results = self.told.setdefault(ask.names, Told(sums=[array("d") for _ in ask.sums]))
+        figures = [ask.loss_sum, *map(float, ask.sums)]
+        results = self.told.setdefault(ask.names, Told(sums=[array("d") for _ in figures]))
         results.workers.add(worker_id)
         self.rows_done += ask.end - ask.start
         results.starts.append(ask.start)
-        results.loss_sums.append(ask.loss_sum)
-        for kept, value in zip(results.sums, ask.sums, strict=True):
-            kept.append(float(value))
+        for kept, value in zip(results.sums, figures, strict=True):
+            kept.append(value)
         results.samples.append(ask.samples)
         self.longest_s = max(self.longest_s, seconds)
 
@@ -174,8 +173,8 @@ class Evaluations:
 
     def _end(self, look: Look, evaluation: Evaluation) -> list[Effect]:
         step, ((names, told),) = look[0], evaluation.told.items()
-        total, samples = exact_sum(told.loss_sums), exact_sum(told.samples)
-        sums = [exact_sum(each) for each in told.sums]
+        samples = exact_sum(told.samples)
+        total, *sums = map(exact_sum, told.sums)
         done = Evaluated(step, total, samples, names, np.array(sums, "<f8"))
         self.done[look] = done
         for old in list(self.done)[:-MOST_DONE]:

@@ -183,6 +183,8 @@ class Exchange:
 
     def do(self, effect: Effect) -> None:
         """Carry out an effect that concerns gradients. Call it under the lock, as for all effects."""
+        if self.mean is None:  # nothing was described, and so nothing asked for
+            return
         match effect:
             case effects.Expect() if (connection := self.connections.get(effect.peer)) is not None:
                 connection.expected.append(ExpectedPayloads(effect.step, effect.nodes, effect.weight, self._travelling))
@@ -190,9 +192,6 @@ class Exchange:
                 connection.narrow(effect.step, effect.node, effect.done)
             case effects.Discard() if (connection := self.connections.get(effect.peer)) is not None:
                 connection.discard(effect.node)
-        if self.mean is None:
-            return
-        match effect:
             case effects.BeginStep():
                 for connection in self.connections.values():
                     connection.forget_all_but(effect.step)

@@ -232,19 +232,14 @@ class Journal:
 
     def _rows(self) -> Iterator[tuple[dict[str, Any], list[tuple[int, int, int]]]]:
         """Every step with its ranges, in order."""
+        ranges = "SELECT first_row, end_row, worker FROM ranges WHERE step = ? ORDER BY rowid"
         with closing(self._base.cursor()) as cursor:
             cursor.row_factory = sqlite3.Row
-            steps = cursor.execute("SELECT * FROM steps ORDER BY step")
-            ranges = self._base.execute("SELECT step, first_row, end_row, worker FROM ranges ORDER BY step, rowid")
-            groups = groupby(ranges, key=lambda found: found[0])
-            step, group = next(groups, (None, iter(())))
-            for row in steps:
-                mine = [found[1:] for found in group] if step == row["step"] else []
-                if step == row["step"]:
-                    step, group = next(groups, (None, iter(())))
-                yield dict(row), mine
-            if step is not None:
-                raise ValueError(f"there are ranges of step {step}, and no such step")
+            for row in cursor.execute("SELECT * FROM steps ORDER BY step"):
+                yield dict(row), self._base.execute(ranges, (row["step"],)).fetchall()
+        foreign = "SELECT step FROM ranges WHERE step NOT IN (SELECT step FROM steps)"
+        if (found := self._base.execute(foreign).fetchone()) is not None:
+            raise ValueError(f"there are ranges of step {found[0]}, and no such step")
 
     # Writing
 
