@@ -142,6 +142,8 @@ def test_the_page_follows_a_run_through_its_hosts_death_and_back(tmp_path: Path)
         assert until(tab, lambda: step_of(tab) > first)
         assert tab.inner_text("#state") == "Training" and tab.locator("#rows tr").count() == 2
         assert until(tab, lambda: tab.locator("#writes pre").count() > 0)
+        assert until(tab, lambda: tab.locator("td.machine .use").count() >= 4)  # processor and memory of each
+        assert re.search(r"processor\s+\d[\d.]* of \d+ core", tab.inner_text("td.machine >> nth=0"))
         host.wait_for("checkpoint_saved")
         host.kill()
         assert until(tab, lambda: "Nobody answers" in tab.inner_text("#state"), 20)
@@ -217,6 +219,7 @@ def test_a_finished_run_is_shown_as_it_was_on_any_screen(options: dict[str, Any]
         ended = run.events("run_ended")[0]
         assert step_of(tab) == ended["step"] and "used exactly once" in tab.inner_text("#epochs")
         assert tab.locator("#rows tr").count() == 2 and tab.locator("#actions button").count() == 0
+        assert "under way" not in tab.inner_text("#epochs")  # what is proved is not to come
         width = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert width[0] <= width[1]  # nothing is cut off, and nothing scrolls sideways
         lit = tab.evaluate("getComputedStyle(document.body.parentElement).backgroundColor")

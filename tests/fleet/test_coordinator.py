@@ -81,6 +81,7 @@ from potluck.wire.messages import (
     StateChunk,
     StateMore,
     StateRequest,
+    Using,
     Watched,
     Welcome,
     Work,
@@ -1264,6 +1265,7 @@ def example(kind: type[Message]) -> Message:
         LookOn: (PROTOCOL, SECRET),
         Watched: (0, b""),
         Wrote: (0, "a", "b"),
+        Using: (0.5, 2, 1, 2, 0.0, 0, 0),
     }
     return kind(*values[kind]) if kind in values else kind(1, 0, 1)
 

@@ -10,7 +10,7 @@ from potluck.fleet.bounds import MOST_WATCHERS
 from potluck.fleet.coordinator import WRITTEN_EVERY_S, Coordinator
 from potluck.fleet.description import settings_of
 from potluck.fleet.effects import Close, Effect, Emit, Send, ShowTo
-from potluck.wire.messages import PROTOCOL, LookOn, Refusal, Welcome, Wrote
+from potluck.wire.messages import PROTOCOL, LookOn, Refusal, Using, Welcome, Wrote
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, Fleet, described, undisturbed
 
 SECRET = "the secret"
@@ -153,3 +153,18 @@ def test_what_the_model_writes_is_cleaned_and_told_now_and_then() -> None:
     assert (sampled.text, sampled.step) == ("b?[2J\nc", run.core.steps_done)
     assert told(now + 0.9 * WRITTEN_EVERY_S) == [] and len(told(now + 1.1 * WRITTEN_EVERY_S)) == 1
     assert StepDone not in map(type, run.events)
+
+
+def test_what_a_worker_uses_is_kept_for_people_and_nonsense_is_not() -> None:
+    run = Fleet(workers=1)
+    run.run_until(lambda: run.core.standing.version >= 1)
+    member, now = run.member("w0"), run.host.clock.now
+    assert run.core.on_message(now, member.peer, Using(1.5, 2, 3, 4, 0.5, 6, 7)) == []
+    told = {"cores": 1.5, "of_cores": 2, "memory_bytes": 3, "of_memory_bytes": 4}
+    assert member.uses == told | {"gpu": 0.5, "gpu_bytes": 6, "of_gpu_bytes": 7}
+    for odd in (float("nan"), -1.0, float("inf")):
+        assert run.core.on_message(now, member.peer, Using(odd, 2, 3, 4, 0.5, 6, 7)) == []
+        assert run.core.on_message(now, member.peer, Using(1.0, 2, 3, 4, odd, 6, 7)) == []
+    assert member.uses["cores"] == 1.5
+    run.finish()
+    assert run.workers["w0"].weights == undisturbed()

@@ -53,6 +53,7 @@ GROUND = {
     "events",
     "files",
     "logs",
+    "machine_use",
     "patches",
     "signals",
     "system",

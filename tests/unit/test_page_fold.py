@@ -13,7 +13,7 @@ from potluck.page.peaks import peak_of
 from potluck.page.reader import LONGEST_LINE, RunReader, now_record
 from potluck.page.series import MOST_CELLS, MOST_POINTS
 from potluck.page.server import _as_json
-from potluck.page.view import MOST_OF_SETTING, MOST_SETTINGS, Viewer, head_of, rows_of
+from potluck.page.view import MOST_OF_SETTING, MOST_SETTINGS, Viewer, head_of, machine_of, rows_of
 from potluck.show.output import OutputFile, OutputLine
 
 START = 1_790_000_000.0
@@ -330,6 +330,24 @@ def test_a_silent_worker_is_told_with_when_it_was_last_heard() -> None:
     assert rows[0][8:12] == ["10.0.0.7, 2.1 ms", "ready", "computing", START + 7.5]
     assert rows[0][13] and not rows[1][13]  # the host no longer knows the other
     assert rows_of(fold, now | {"members": 5000})[1][13]  # of a crowd it does not tell of all
+
+
+USES = {"cores": 1.5, "of_cores": 2, "memory_bytes": 4e9, "of_memory_bytes": 16_000_000_000, "gpu": 0.0}
+NO_GPU, A_GPU = {"gpu_bytes": 0, "of_gpu_bytes": 0}, {"gpu": 0.93, "gpu_bytes": 20e9, "of_gpu_bytes": 80_000_000_000}
+
+
+def test_what_a_worker_uses_of_its_machine_is_told_under_a_host_and_in_a_group() -> None:
+    fold = folded(started(), step(1), step(2))
+    live = {"id": 0, "name": "w0", "phase": "ready", "doing": "", "silent_s": 0.1, "uses": USES | NO_GPU}
+    hosted = rows_of(fold, now_record(json.dumps({"time": START + 3, "workers": [live]}).encode()) or {})
+    assert hosted[0][14] == [["processor", 0.75, "1.5 of 2 cores"], ["memory", 0.25, "4 GB of 16 GB"]]
+    group = rows_of(fold, {}, {1: USES | A_GPU})
+    assert group[0][14] is None and [part[0] for part in group[1][14]] == ["processor", "GPU", "memory", "GPU memory"]
+    assert group[1][14][1] == ["GPU", 0.93, "93 % busy"] and group[1][14][3][2] == "20 GB of 80 GB"
+    ended = {"event": "run_ended", "time": START, "step": 2, "seconds": 1.0, "reason": "finished"}
+    assert rows_of(folded(started(), step(1), ended), {}, {0: USES | NO_GPU})[0][14] is None
+    for odd in ({}, USES, USES | {"cores": "x"}, USES | A_GPU | {"of_gpu_bytes": None}):
+        assert machine_of(odd) == []  # a host elsewhere may tell anything
 
 
 def test_how_things_stand_is_taken_from_another_machine_only_as_it_should_be() -> None:

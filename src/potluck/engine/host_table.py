@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -50,10 +50,11 @@ from potluck.fleet.gathering import MOST_BYTES
 from potluck.fleet.listener import Listener, Means
 from potluck.fleet.member import overflow_of
 from potluck.fleet.tree import sized_rows, slice_rows
+from potluck.machine_use import UseWatch
 from potluck.save.parts import saved_part, whole_state
 from potluck.signals import is_taken_back, on_interrupt
 from potluck.tensor_bytes import join_bytes, split_bytes
-from potluck.wire.messages import SliceReport, Work, Wrote
+from potluck.wire.messages import SliceReport, Using, Work, Wrote
 from potluck.wire.words import clean_all
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class HostTable:
         self._view: JoinedView | None = None
         run.speak(QUIET not in os.environ and run.link.rank == 0, client.say)
         run.events.on(Sampled, self._send_sample)
+        self._uses = UseWatch() if run.link.rank == 0 else None
         listener.on_stop = self._on_stop
         atexit.register(self._close_at_exit)
 
@@ -353,6 +355,8 @@ class HostTable:
         self.listener.give_back(self._means)
         self._means = None
         yield from self.member.tell_applied(decision.norm, decision.fault or "")
+        if self._uses is not None and (use := self._uses.take()) is not None:
+            self.client.send(Using(*astuple(use)))
         return outcome.seconds + time.perf_counter() - self._heard_at, outcome.workers
 
     def end_round(self) -> Waits[None]:
@@ -580,6 +584,8 @@ class HostTable:
 
     def _close(self, *, finished: bool) -> None:
         atexit.unregister(self._close_at_exit)
+        if self._uses is not None:
+            self._uses.close()
         if self.client.is_closed:
             return
         if finished:

@@ -53,6 +53,7 @@ from potluck.wire.messages import (
     SliceReport,
     StateBegin,
     StateChunk,
+    Using,
     Welcome,
     Wrote,
 )
@@ -61,9 +62,10 @@ from potluck.wire.words import clean
 WRITTEN_EVERY_S = 5.0
 """How often it is told what the model writes, at most."""
 
-_INSIDE = (Applied, SliceReport, EvaluateNext, Gather, SaveDue, StateBegin, StateChunk, Heartbeat, Leave, Wrote)
+_FOR_PEOPLE = (Wrote, Using)
+_INSIDE = (Applied, SliceReport, EvaluateNext, Gather, SaveDue, StateBegin, StateChunk, Heartbeat, Leave, *_FOR_PEOPLE)
 LEGAL: dict[WorkerPhase, tuple[type[Message], ...]] = {
-    WorkerPhase.GREETED: (Ready, BaseFiles, BaseWanted, Heartbeat, Leave),
+    WorkerPhase.GREETED: (Ready, BaseFiles, BaseWanted, Heartbeat, Leave, Using),
     WorkerPhase.CATCHING_UP: _INSIDE,  # it may not know yet that its weights will be replaced
     WorkerPhase.READY: _INSIDE,
 }
@@ -308,6 +310,7 @@ _HEAR: dict[type[Message], _Hear] = {
     StateChunk: lambda core, member, chunk: core.transfers.on_chunk(member, chunk),
     Leave: lambda core, member, leave: core.ending.on_leave(member, leave),
     Wrote: lambda core, member, wrote: core._on_wrote(member, wrote),
+    Using: lambda core, member, using: member.hear_use(using),
 }
 """Not of the object: a coordinator holds nothing but what it knows, so that it can be written down."""
 

@@ -3,12 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 
 from potluck.agree.records import Position
 from potluck.fleet.effects import Effect
 from potluck.fleet.tree import Node
+from potluck.wire.messages import Using
 from potluck.wire.words import clean
 
 Look = tuple[int, int, int]
@@ -41,6 +42,7 @@ WATCHED = 10
 MOST_SILENT = 1024
 """Workers that were parted from and may come back, of whom something is remembered."""
 MOST_LINES, MOST_OF_LINE = 20, 200
+MOST_CORES = 1e5
 """The most lines, and characters of a line, that say where a worker is stuck."""
 FETCHER = "base"
 """The kind of one who asks for the base model's files alone: it goes once it has them, and comes again as a worker."""
@@ -88,6 +90,8 @@ class WorkerRecord:
     came_at: float
     address: str = ""
     """The address of its machine."""
+    uses: dict[str, float] = field(default_factory=dict)
+    """Figures of its machine's use, as it told them last; for people alone."""
     phase: WorkerPhase = WorkerPhase.GREETED
     applied: int = 0
     """The last step that its optimizer has taken."""
@@ -163,6 +167,12 @@ class WorkerRecord:
         """Keep where it is stuck, if its heartbeat says so: behind its name and a line break, in any words."""
         _, *lines = words.splitlines()
         self.stack = "\n".join(clean(line, MOST_OF_LINE) for line in lines[:MOST_LINES]) or self.stack
+        return []
+
+    def hear_use(self, using: Using) -> list[Effect]:
+        """Keep how much of its machine it uses, as numbers that people can be shown."""
+        if all(0 <= figure <= MOST_CORES for figure in (using.cores, using.gpu)):  # else it is no number, or nonsense
+            self.uses = {each.name: getattr(using, each.name) for each in fields(using)}
         return []
 
     def silent_s(self, now: float) -> float:

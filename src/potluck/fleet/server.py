@@ -211,6 +211,7 @@ class Server:
             "silent_s": round(max(0.0, member.silent_s(self.core.own_time(time.monotonic()))), 2),
             "address": member.address,
             **({"rtt_s": rtt_s} if rtt_s is not None else {}),
+            **({"uses": member.uses} if member.uses else {}),
         }
 
     def _account(self) -> Told:

@@ -25,7 +25,7 @@ NUMBER = (int, float)
 OF_NOW: Kinds = {"members": int, "waits_for": int}
 OF_BYTES: Kinds = {"sent": NUMBER, "received": NUMBER, "saved": NUMBER}
 OF_WORKER: Kinds = {"id": int, "name": str, "phase": str, "doing": str, "silent_s": NUMBER}
-MORE_OF_WORKER: Kinds = {"kind": str, "address": str, "rtt_s": NUMBER}
+MORE_OF_WORKER: Kinds = {"kind": str, "address": str, "rtt_s": NUMBER, "uses": dict}
 
 
 class RunReader:

@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 
 from starlette.applications import Starlette
@@ -19,8 +19,10 @@ from starlette.routing import Route
 
 from potluck.files import table_in
 from potluck.fleet.invite import is_right_secret
+from potluck.machine_use import LOOK_S as USE_S
 from potluck.page.access import HEADERS
 from potluck.page.metrics import CONTENT_TYPE, exposition
+from potluck.page.ranks import RankUses
 from potluck.page.reader import RunReader
 from potluck.page.view import Viewer
 from potluck.page.where import PageSettings
@@ -51,6 +53,7 @@ class PageServer:
     order_token: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     viewers: int = 0
     ending: asyncio.Event = field(default_factory=asyncio.Event)
+    uses: RankUses = field(default_factory=RankUses)
 
     def app(self) -> Starlette:
         shown = dict.fromkeys(FILES, self._file) | {"/events": self._events, "/metrics": self._metrics}
@@ -72,9 +75,10 @@ class PageServer:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        reading = asyncio.create_task(self._read())
+        tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._measure())]
         yield
-        reading.cancel()
+        for task in tasks:
+            task.cancel()
         for reader in (self.reader, self.beside):
             if reader is not None:
                 reader.close()
@@ -85,6 +89,14 @@ class PageServer:
             has_more = self.reader.read_on()
             has_more = (self.beside is not None and self.beside.read_on()) or has_more
             await asyncio.sleep(0 if has_more else LOOK_S)
+
+    async def _measure(self) -> None:
+        """Measure what the ranks of a group use, while somebody looks; of a host's workers, the host tells."""
+        while True:
+            folder, fold = self.reader.folder, self.reader.fold
+            if self.viewers and folder is not None and fold.run and not fold.ended and not self.reader.now:
+                self.uses.start(folder)
+            await asyncio.sleep(USE_S)
 
     async def _file(self, request: Request) -> Response:
         name = FILES[request.url.path]
@@ -121,7 +133,8 @@ class PageServer:
                 else:
                     first = {}
                 is_due = now >= rows_at
-                sent = first | viewer.update(reader.fold, reader.now, self._more(), with_rows=is_due)
+                uses = {rank: asdict(use) for rank, use in self.uses.newest.items()}
+                sent = first | viewer.update(reader.fold, reader.now, self._more(), with_rows=is_due, uses=uses)
                 if is_due:
                     rows_at = now + len(viewer.rows) / ROWS_PER_S
                 if reader.output is not None and (lines := viewer.new_lines(reader.output.lines)):

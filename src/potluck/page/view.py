@@ -3,19 +3,20 @@
 A view is of bounded size. Of a thousand workers' rows only those travel whose figures differ from what was sent.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from potluck.page.fold import Fold, WorkerRow
 from potluck.page.series import Series, short
 from potluck.show.sentences import Record
-from potluck.words import count
+from potluck.words import count, percent, plural, size
 
 MOST_ROWS = 2000
 """Workers that are listed."""
 MOST_SETTINGS, MOST_OF_SETTING = 300, 300
 """Settings that are shown, and letters of one."""
+NO_USES: Mapping[int, Record] = {}
 BYTES_OF = {"": 4.0, "fp32": 4.0, "bf16": 2.0, "int8": 1.03, "int4": 0.53}
 """About how many bytes a number takes on its way; of `auto` nobody knows."""
 
@@ -83,9 +84,11 @@ def _is_in(fold: Fold, row: WorkerRow, told: dict[int, Record], now: Record) -> 
     return fold.takes_part(row) and (bool(fold.ended) or not is_lost)
 
 
-def rows_of(fold: Fold, now: Record) -> dict[int, list[Any]]:
+def rows_of(fold: Fold, now: Record, uses: Mapping[int, Record] = NO_USES) -> dict[int, list[Any]]:
     """List the figures of each worker: name, device, rows, share, speed, busy, wait, send, link, phase, doing, heard
-    at, why, is in."""
+    at, why, is in, what it uses of its machine.
+
+    `uses`: what ranks of a group on this machine use of it; workers of a host are in `now`."""
     live_rows, told_at = _told(now), now.get("time", 0.0)
     inside = {row.id: row for row in fold.workers.values() if _is_in(fold, row, live_rows, now)}
     rows_now = sum(row.rows for row in inside.values())
@@ -94,9 +97,11 @@ def rows_of(fold: Fold, now: Record) -> dict[int, list[Any]]:
     for row in list(fold.workers.values())[-MOST_ROWS:]:
         live = live_rows.pop(row.id, None)
         rows[row.id] = _row(fold, row, live, row.id in inside, (rows_now, speeds), told_at)
+        used = live.get("uses") if live is not None else uses.get(row.id)
+        rows[row.id].append(machine_of(used) if used and row.id in inside and not fold.ended else None)
     for live in list(live_rows.values())[:MOST_ROWS]:  # those that are not ready yet
         fresh = WorkerRow(live["id"], live["name"], live.get("kind", ""))
-        rows[fresh.id] = _row(fold, fresh, live, True, (0, 0.0), told_at)
+        rows[fresh.id] = [*_row(fold, fresh, live, True, (0, 0.0), told_at), None]
     return rows
 
 
@@ -118,11 +123,26 @@ def _row(
         short(row.send / took) if took else None,
         link_of(live) if live is not None else "",
         "done" if is_in and fold.ended else (live["phase"] if live is not None else "in") if is_in else "gone",
-        live["doing"] if live is not None and is_in else "",
+        live["doing"] if live is not None and is_in and not fold.ended else "",
         round(heard_at, 1),
         why_of(fold, row, share, speeds) if is_in else "",
         is_in,
     ]
+
+
+def machine_of(uses: Record) -> list[list[Any]]:
+    """List what a worker uses of its machine, as [name, share, text] each; empty if it cannot be read."""
+    try:
+        cores, of_cores = float(uses["cores"]), int(uses["of_cores"])
+        found = [["processor", short(cores / max(1, of_cores)), f"{cores:.1f} of {plural(of_cores, 'core')}"]]
+        for name, kept in (("memory", "memory_bytes"), ("GPU memory", "gpu_bytes")):
+            if whole := int(uses[f"of_{kept}"]):
+                found.append([name, short(uses[kept] / whole), f"{size(uses[kept])} of {size(whole)}"])
+        if uses["of_gpu_bytes"]:
+            found.insert(1, ["GPU", short(float(uses["gpu"])), f"{percent(float(uses['gpu']))} busy"])
+        return found
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return []
 
 
 def link_of(live: Record) -> str:
@@ -141,10 +161,10 @@ def why_of(fold: Fold, row: WorkerRow, share: float, speeds: float) -> str:
     if row.speed is None or not speeds or len(fold.workers) < 2:
         return ""
     of_speed = row.speed / speeds
-    told = f"It computes {count(row.speed)} {unit}/s, {of_speed:.0%} of what all do together"
+    told = f"It computes {count(row.speed)} {unit}/s, {percent(of_speed)} of what all do together"
     if abs(share - of_speed) <= 0.02 + 0.1 * of_speed:
-        return f"{told}, and so has {share:.0%} of the rows."
-    return f"{told}, and has {share:.0%} of the rows: shares are whole slices, and change slowly."
+        return f"{told}, and so has {percent(share)} of the rows."
+    return f"{told}, and has {percent(share)} of the rows: shares are whole slices, and change slowly."
 
 
 def run_of(fold: Fold) -> Record:
@@ -196,9 +216,17 @@ class Viewer:
     printed: int = 0
     sections: dict[str, Any] = field(default_factory=dict)
 
-    def update(self, fold: Fold, now: Record, more: Record, *, with_rows: bool = True) -> Record:
+    def update(
+        self,
+        fold: Fold,
+        now: Record,
+        more: Record,
+        *,
+        with_rows: bool = True,
+        uses: Mapping[int, Record] = NO_USES,
+    ) -> Record:
         """Return what has changed since the last update. `more`: what is not of the run, such as what a person may do
-        here. `with_rows`: include rows of workers; there may be many."""
+        here. `with_rows`: include rows of workers; there may be many. `uses`: see rows_of()."""
         sent: Record = {}
         sections = {
             "run": run_of(fold),
@@ -219,7 +247,7 @@ class Viewer:
             names = [fold.workers[lane].name if lane in fold.workers else str(lane) for lane in fold.lanes]
             sent["timeline"] = line | {"lanes": fold.lanes, "names": names}
         if with_rows:
-            self._add_rows(fold, now, sent)
+            self._add_rows(rows_of(fold, now, uses), sent)
         if fold.stories > self.stories:
             sent["story"] = fold.story(self.stories)
             self.stories = fold.stories
@@ -239,8 +267,7 @@ class Viewer:
         self.lines[name] = series.generation, len(series.points), points[-1:]
         return {"start": start, name: points} if start == 0 or len(points) > 1 or last != points else None
 
-    def _add_rows(self, fold: Fold, now: Record, sent: Record) -> None:
-        rows = rows_of(fold, now)
+    def _add_rows(self, rows: dict[int, list[Any]], sent: Record) -> None:
         changed = {id: row for id, row in rows.items() if self.rows.get(id) != row}
         gone = [id for id in self.rows if id not in rows]
         if changed or gone:

@@ -507,6 +507,20 @@ class Wrote(Message):
     text: Annotated[str, Kind.STRING, Letters(1000)]
 
 
+class Using(Message):
+    """worker -> coordinator: how much of its machine it uses now, for people to look at."""
+
+    cores: F64
+    of_cores: U32
+    memory_bytes: U64
+    of_memory_bytes: U64
+    gpu: F64
+    """Share of the time in which its cards were busy."""
+    gpu_bytes: U64
+    of_gpu_bytes: U64
+    """0: it uses no GPU, or nobody can tell."""
+
+
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
 OURS = MESSAGES[len(PUBLISHED) :]
 

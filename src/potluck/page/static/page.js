@@ -174,7 +174,7 @@ function drawHead() {
 
 function ending() {
   const { head } = state;
-  if (head.ended) return `ended ${new Date(1000 * head.ended.time).toLocaleString("en-GB")}, after ${duration(head.ended.seconds)}`;
+  if (head.ended) return `ended ${new Date(1000 * head.ended.time).toLocaleString("en-GB")}`;
   if (!head.left || head.paused) return "";
   const [best, least, most] = head.left.map((seconds) => head.step_at + seconds);
   const withSeconds = head.left[0] < 600, band = clock(least, withSeconds) !== clock(most, withSeconds);
@@ -193,7 +193,7 @@ function drawFigures() {
   }
   found.push([`${unit[0].toUpperCase()}${unit.slice(1)} a second`, head.rate ? count(head.rate) : "–", head.mfu ? `${(100 * head.mfu).toPrecision(3)} % of the devices' peak (MFU)` : head.step_s ? `${duration2(head.step_s)} a step` : ""]);
   if (head.left && !head.ended) found.push(["Time left", duration(head.left[0]), `${duration(head.left[1])} to ${duration(head.left[2])}`]);
-  found.push([head.ended ? "Took" : "Trained", duration(head.trained_s || 0), head.ended ? "" : `since ${run.at ? clock(run.at, false) : "–"}`]);
+  found.push(["Trained", duration(head.trained_s || 0), head.ended ? "without starting, pauses and stops" : `since ${run.at ? clock(run.at, false) : "–"}`]);
   found.push(["Workers", whole(head.workers || 0), head.paused ? "paused" : ""]);
   const [right, ended] = head.epochs || [0, 0];
   found.push(["Exactly once", ended ? (right === ended ? "Proved" : "Broken") : "–", ended ? `${plural(right, "epoch")} of ${whole(ended)}` : "at each epoch's end"]);
@@ -289,13 +289,13 @@ function chart(canvas, { lines, band, zero, label }) {
   const y = (value) => tall - PAD.bottom - (value - low) / (high - low) * (tall - PAD.top - PAD.bottom);
   pen.strokeStyle = style("--line"); pen.fillStyle = style("--muted"); pen.lineWidth = 1;
   pen.textAlign = "right"; pen.textBaseline = "middle";
-  for (const at of ticks(low, high, tall / 55)) {
+  for (const at of ticks(low, high, Math.max(3, tall / 55))) {
     if (y(at) < PAD.top - 1) continue;
     pen.beginPath(); pen.moveTo(PAD.left, Math.round(y(at)) + .5); pen.lineTo(width - PAD.right, Math.round(y(at)) + .5); pen.stroke();
     pen.fillText(short(at), PAD.left - 8, y(at));
   }
   pen.textAlign = "center"; pen.textBaseline = "alphabetic";
-  for (const at of ticks(left, right, width / 130)) {
+  for (const at of ticks(left, right, Math.max(4, width / 130))) {
     const text = byTime ? timeTick(at) : short(at), half = pen.measureText(text).width / 2;
     if (x(at) + half <= width && x(at) - half >= PAD.left - 20) pen.fillText(text, x(at), tall - 6);
   }
@@ -475,7 +475,7 @@ function fillMachine(cell, parts, id) {
   cell.replaceChildren(...(parts || []).map(([name, share, text]) => {
     const fill = make("i");
     fill.style.width = `${100 * Math.min(1, share || 0)}%`; fill.style.background = colour(id);
-    return make("div", { class: "use" }, make("span", { text: name }), make("div", { class: "meter", "aria-hidden": "true" }, fill), make("small", { text }));
+    return make("div", { class: "use" }, make("span", { text: name }), make("small", { text }), make("div", { class: "meter", "aria-hidden": "true" }, fill));
   }));
 }
 
@@ -593,7 +593,9 @@ function drawBoth() {
 
 function drawProof() {
   const found = state.epochs.slice().reverse().map((one) => make("li", { class: one.used === one.total && one.same_weights ? "" : "bad", text: one.sentence }));
-  if (!state.head.ended || !found.length) found.unshift(make("li", { class: "none", text: state.head.ended ? "No epoch has ended in this run." : `Epoch ${whole((state.head.epoch || 0) + 1)} is under way; its proof comes at its end.` }));
+  const proved = state.epochs.length ? state.epochs[state.epochs.length - 1].epoch + 1 : 0, next = Math.max(state.head.epoch || 0, proved) + 1;
+  const isDone = state.head.ended || (state.head.total && state.head.step >= state.head.total);
+  if (!isDone || !found.length) found.unshift(make("li", { class: "none", text: isDone ? "No epoch has ended in this run." : `Epoch ${whole(next)} is under way; its proof comes at its end.` }));
   const key = found.map((one) => one.textContent).join();
   if ($("epochs").dataset.key !== key) { $("epochs").dataset.key = key; $("epochs").replaceChildren(...found); }
 }
