@@ -1,7 +1,7 @@
 """with_accelerate.py on devices of any speeds, that come and go.
 
 potluck run -n 2 examples/port/accelerate_with_potluck.py
-potluck host examples/port/accelerate_with_potluck.py -n 2
+potluck host -n 2 examples/port/accelerate_with_potluck.py
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 python examples/port/with_potluck.py
 potluck run -n 2 examples/port/with_potluck.py
-potluck host examples/port/with_potluck.py -n 2
+potluck host -n 2 examples/port/with_potluck.py
 """
 
 import torch

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shlex
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
@@ -165,3 +166,16 @@ def test_what_was_never_run_is_said() -> None:
         assert said in platforms
     pages = " ".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert "nobody else ships" not in pages and "no released FSDP takes weights per rank" in " ".join(pages.split())
+
+
+def test_the_lines_that_a_port_takes_are_counted(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "guide" / "from-ddp.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| \[.*?\]\(\S+/port/(\w+)\.py\) \| (\d+) \| (\d+) \|$", page, re.M)
+    assert [name for name, *_ in told] == ["with_potluck", "with_accelerate", "accelerate_with_potluck"]
+    for name in ("plain", *(name for name, *_ in told)):
+        source = (ROOT / "examples" / "port" / f"{name}.py").read_text(encoding="utf-8")
+        (tmp_path / name).write_text(re.sub(r'\A""".*?"""\n', "", source, flags=re.S))
+    for name, *counts in told:
+        compare = ["git", "diff", "--no-index", "--numstat", str(tmp_path / "plain"), str(tmp_path / name)]
+        found = subprocess.run(compare, capture_output=True, text=True, check=False).stdout
+        assert found.split()[:2] == counts, f"{name}: {found}"
