@@ -66,7 +66,7 @@ def size(number: float) -> str:
 
 def percent(share: float) -> str:
     """percent(0.174) is "17 %"."""
-    return f"{100 * share:.0f} %"
+    return f"{100 * share + 1e-9:.0f} %"  # 62.5 becomes 63, as on the page
 
 
 def in_list(words: Sequence[str]) -> str:

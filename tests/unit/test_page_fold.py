@@ -175,6 +175,17 @@ def test_whatever_a_hostile_host_tells_a_watcher_keeps_little_of_it() -> None:
     assert now is not None and len(json.dumps(now)) < 4_000_000
 
 
+def test_a_run_that_writes_at_every_look_is_caught_up_with(tmp_path: Path) -> None:
+    reader = RunReader(tmp_path)
+    with (tmp_path / "events.jsonl").open("w") as file:
+        for record in (started(), step(1), step(2)):
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            assert not reader.read_on() and reader.is_caught_up
+    assert reader.fold.last["step"] == 2
+    reader.close()
+
+
 def test_a_line_that_is_too_long_is_passed_over_and_the_next_is_read(tmp_path: Path) -> None:
     long = step(1) | {"more": "x" * (3 * LONGEST_LINE)}
     lines = [json.dumps(each) for each in (started(), long, step(2))]

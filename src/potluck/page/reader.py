@@ -107,7 +107,9 @@ class RunReader:
         for line in lines:
             if len(line) <= LONGEST_LINE and (record := table_in(line)):
                 self.fold.take(record)
-        return len(data) == PIECE_BYTES
+        has_more = len(data) == PIECE_BYTES
+        self.is_caught_up |= not has_more  # a run of many steps a second never leaves a look without news
+        return has_more
 
     def _read_now(self) -> None:
         assert self.folder is not None
