@@ -38,10 +38,11 @@ class MachineUse:
 class UseMeter:
     """Measures one process with its children, from one look to the next."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, pid: int, *, on_card: bool | None = None) -> None:
+        """`on_card`: whether it computes on a GPU; None: nobody has said."""
+        self._pid, self._on_card = pid, on_card
         self._before: tuple[float, dict[int, float]] | None = None
-        self._smi = shutil.which("nvidia-smi") if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else None
+        self._smi = shutil.which("nvidia-smi") if on_card is not False else None
 
     def look(self) -> MachineUse | None:
         """None with the first look, and once the process has ended."""
@@ -64,23 +65,25 @@ class UseMeter:
 
     def _look_at_cards(self, pids: Collection[int]) -> tuple[float, int, int]:
         cards = _ask(self._smi, "--query-gpu=uuid,utilization.gpu,memory.used,memory.total")
-        return (
-            card_use(cards, _ask(self._smi, "--query-compute-apps=gpu_uuid,pid,used_memory"), pids) if cards else NONE
-        )
+        if not cards:
+            return NONE
+        held = _ask(self._smi, "--query-compute-apps=gpu_uuid,pid,used_memory")
+        return card_use(cards, held, pids, on_card=bool(self._on_card))
 
 
 NONE = (0.0, 0, 0)
 
 
-def card_use(cards: str, held: str, pids: Collection[int]) -> tuple[float, int, int]:
+def card_use(cards: str, held: str, pids: Collection[int], *, on_card: bool) -> tuple[float, int, int]:
     """Return how busy the cards of these processes are, the bytes that they hold there, and all bytes of these cards.
 
     `cards` has a line for each card: UUID, % busy, MiB in use, MiB; `held` one for each process: UUID, number, MiB. A
-    container's processes have other numbers there: then a machine's only card is shown as a whole.
+    container's processes have other numbers there, or none: one that is known to be on a card is then shown the whole
+    of the only one.
     """
     seen = {words[0]: [_number(word) for word in words[1:]] for words in _rows(cards, 4)}
     own = [words for words in _rows(held, 3) if int(_number(words[1])) in pids and words[0] in seen]
-    if not own and len(seen) == 1 and _rows(held, 3):
+    if not own and on_card and len(seen) == 1:
         own = [[uuid, "", str(used)] for uuid, (_, used, _) in seen.items()]
     names = {words[0] for words in own}
     if not names:
@@ -124,8 +127,8 @@ def _family(pid: int) -> list[psutil.Process]:
 class UseWatch:
     """Measures this process in a thread of its own, which no step waits for."""
 
-    def __init__(self, every_s: float = LOOK_S) -> None:
-        self._every_s = every_s
+    def __init__(self, *, on_card: bool, every_s: float = LOOK_S) -> None:
+        self._on_card, self._every_s = on_card, every_s
         self._newest: MachineUse | None = None
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="machine use", daemon=True).start()
@@ -139,7 +142,7 @@ class UseWatch:
         self._is_over.set()
 
     def _watch(self) -> None:
-        meter = UseMeter(os.getpid())
+        meter = UseMeter(os.getpid(), on_card=self._on_card)
         while True:
             self._newest = meter.look() or self._newest
             if self._is_over.wait(self._every_s):

@@ -30,7 +30,7 @@ What happens in a run, as records. This page is made from `src/potluck/events.py
 happened. Each has `event`, its name; `time`, in seconds since 1970; and `schema`, the version of this page. The version
 is raised when an event or a field is removed, or means something else than before; not when one is added, so pass over
 what you do not know. Potluck passes over lines of a newer version than its own, and says so. Numbers that are not
-finite are the strings `"nan"`, `"inf"` and `"-inf"`. A line that a crash cut short is no JSON: pass over it.
+finite are the strings `"nan"`, `"inf"` and `"-inf"`. A line that a crash cut short is not valid JSON: skip it.
 
 In Python they are the classes of `potluck.events`, which `fleet.on(StepDone, callback)` and the `callbacks` of
 `Trainer` hear. Who hears what:

@@ -36,16 +36,17 @@ def test_a_process_counts_with_those_that_it_has_started_and_only_while_it_lives
 
 def test_a_card_is_told_by_the_processes_that_use_it() -> None:
     held = "GPU-a, 11, 15000\nGPU-b, 12, 90\nGPU-a, 13, 4000"
-    assert card_use(CARDS, held, {11, 14}) == (0.93, 15000 * MIB, 81559 * MIB)
-    assert card_use(CARDS, held, {11, 12}) == (0.5, 15090 * MIB, 2 * 81559 * MIB)
-    assert card_use(CARDS, held, {14}) == (0.0, 0, 0)
-    # In a container the only card is shown as a whole: its processes have other numbers there.
-    assert card_use("GPU-a, 93, 20000, 81559", "GPU-a, [N/A], 15000", {14}) == (0.93, 20000 * MIB, 81559 * MIB)
-    assert card_use("GPU-a, 0, 3, 81559", "", {14}) == (0.0, 0, 0)
+    assert card_use(CARDS, held, {11, 14}, on_card=True) == (0.93, 15000 * MIB, 81559 * MIB)
+    assert card_use(CARDS, held, {11, 12}, on_card=False) == (0.5, 15090 * MIB, 2 * 81559 * MIB)
+    assert card_use(CARDS, held, {14}, on_card=True) == (0.0, 0, 0)  # one of the two, and nobody can tell which
+    only = CARDS.splitlines()[0]
+    for named in ("", "GPU-a, [N/A], 15000", held):  # as in a container, whose processes have other numbers there
+        assert card_use(only, named, {14}, on_card=True) == (0.93, 20000 * MIB, 81559 * MIB)
+        assert card_use(only, named, {14}, on_card=False) == (0.0, 0, 0)
 
 
 def test_it_is_measured_beside_the_loop_and_taken_once() -> None:
-    watch, taken = UseWatch(every_s=0.01), list[MachineUse]()
+    watch, taken = UseWatch(on_card=False, every_s=0.01), list[MachineUse]()
 
     def takes_one() -> bool:
         taken.extend(use for use in [watch.take()] if use is not None)

@@ -157,7 +157,7 @@ class Engine(Handle):
         - `fetchers`: processes that fetch rows ahead of the model; 0: a DataLoader's own, or none.
         - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
         - `collate`: makes a batch from a list of rows; None: as torch's DataLoader does.
-        - `rows`: of a stream, how many are an epoch; None: as many as it has, which are counted if it does not say so.
+        - `rows`: how many rows of a stream make an epoch; None: all, by its `len()` or by counting them.
         - `seed`: where the order of rows starts from.
         - `loss`: your loss function, needed only where the model is cut into stages: see train().
         - `scheduler`: any LRScheduler. It is stepped here, once per step of the run under every policy; its own step()

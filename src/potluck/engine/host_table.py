@@ -90,7 +90,7 @@ class HostTable:
         self._view: JoinedView | None = None
         run.speak(QUIET not in os.environ and run.link.rank == 0, client.say)
         run.events.on(Sampled, self._send_sample)
-        self._uses = UseWatch() if run.link.rank == 0 else None
+        self._uses = UseWatch(on_card=run.device.type == "cuda") if run.link.rank == 0 else None
         listener.on_stop = self._on_stop
         atexit.register(self._close_at_exit)
 
