@@ -20,7 +20,13 @@ from urllib.request import urlopen
 import pytest
 
 from potluck.events import read_events
+from potluck.page.access import Access
+from potluck.page.start import start_page
+from potluck.page.where import PageSettings
+from potluck.show.output import OutputFile, OutputLine
 from potluck.waiting import wait_until
+from tests.unit.test_page_fold import START, step
+from tests.unit.test_page_fold import started as run_started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -227,6 +233,73 @@ def test_a_finished_run_is_shown_as_it_was_on_any_screen(options: dict[str, Any]
         paint = tab.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
         assert paint < 5000  # bench/page.py measures it
         assert said == [] and all(address.startswith(watch.link) for address in asked)
+
+
+def write_run(folder: Path, name: str, lr: float, accuracies: list[float]) -> Path:
+    """A run with a kill and a save under a thousand decisions, two figures beside its loss, and words of a script."""
+    path = folder / name
+    path.mkdir()
+    settings = {"optimizer": "AdamW", "optimizer.lr": lr, "arguments": "train.py --epochs 3"}
+    records = [run_started(name=name, settings=settings), *(step(number) for number in range(1, 21))]
+    went = {"event": "worker_went", "time": START + 5, "worker": 1, "name": "w1", "reason": "killed", "polite": False}
+    saved = {
+        "event": "checkpoint_saved",
+        "time": START + 5,
+        "step": 5,
+        "folder": "a/step-5",
+        "bytes": 9,
+        "stall_s": 0.0,
+    }
+    records[6:6] = [went | {"workers": 1}, saved]
+    for number, accuracy in enumerate(accuracies):
+        figures = {"loss": 1 - accuracy, "accuracy": accuracy, "f1": accuracy / 2}
+        looked = {"event": "validated", "step": 2 * number + 1, "loss": 1 - accuracy, "metrics": figures}
+        records.append(looked | {"time": START + 30 + number})
+    for number in range(1000):
+        names = f"w{'abcdefghij'[number % 10]}{'abcdefghij'[number // 10 % 10]}"
+        decided = {"event": "decided", "step": 20, "rows": [4, 4], "reason": f"{names} is the slowest."}
+        records.append(decided | {"time": START + 60 + number})
+    (path / "events.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    output = OutputFile(path)
+    output.write(OutputLine(START, "w0", "epoch 1 of <b>3</b>"))
+    output.close()
+    return path
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_watcher_finds_a_kill_each_figure_and_what_differs_between_two_runs(width: int, tmp_path: Path) -> None:
+    first = write_run(tmp_path, "first", 0.1, [0.5, 0.7, 0.9])
+    second = write_run(tmp_path, "second", 0.2, [0.5, 0.6, 0.8])
+    page = start_page(Access(), PageSettings(folder=first, beside=second, keeps_place=False))
+    assert page is not None
+    try:
+        with browsed(viewport={"width": width, "height": 844}) as (tab, said, asked):
+            tab.goto(page.settings.link)
+            assert until(tab, lambda: "w1 is lost" in tab.inner_text("#story") and tab.locator("#both tr").count() > 0)
+            assert "is the slowest" in tab.inner_text("#decided") and "is the slowest" not in tab.inner_text("#story")
+            assert "w1 is lost" in tab.inner_text("#story li >> nth=0")  # it is pinned
+            tab.click("#groups button[data-group=saves]")
+            assert until(tab, lambda: "a/step-5" in tab.inner_text("#story") and "w1" not in tab.inner_text("#story"))
+            tab.click("#groups button[data-group=workers]")
+            assert until(
+                tab, lambda: "w1 is lost" in tab.inner_text("#story") and "step-5" not in tab.inner_text("#story")
+            )
+            assert until(tab, lambda: tab.locator("#small canvas").count() == 4)
+            labels = [canvas.get_attribute("aria-label") for canvas in tab.locator("#small canvas").all()]
+            assert {"accuracy over rows: now 0.9000", "f1 over rows: now 0.4500"} <= set(labels)
+            assert "train.py --epochs 3" in tab.inner_text("#settings") and "optimizer.lr" in tab.inner_text(
+                "#settings"
+            )
+            assert "epoch 1 of <b>3</b>" in tab.inner_text("#output")
+            both = tab.inner_text("#both")
+            assert re.search(r"optimizer.lr\s+0.1\s+0.2", both) and re.search(r"accuracy\s+0.9000\s+0.8000", both)
+            assert "optimizer\t" not in both and "arguments" not in both  # what is alike is not listed
+            wide = tab.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+            assert wide[0] <= wide[1] and said == []
+            assert all(address.startswith(page.settings.link) for address in asked)
+    finally:
+        page.close()
 
 
 def test_a_host_elsewhere_is_watched_by_its_invite_and_its_numbers_do_not_change(tmp_path: Path) -> None:
