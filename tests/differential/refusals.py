@@ -18,7 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     r"The loss function takes a gradient through several layers\.": ("penalty",),
     r"The loss function (ran \d+ of the model's \d+ layers|returned without running the layers of stage)": ("mixed",),
     # Of a model that has no layers to cut between or to compute again, or runs them in another way.
-    r"\w+ cannot be cut into stages: it is no nn\.Sequential": ("mixed",),
+    r"\w+ cannot be cut into stages: it is not an nn\.Sequential": ("mixed",),
     r"checkpoint_activations found no repeated blocks in the model": ("mixed", "nested"),
     r"Layer \S+ runs out of turn": ("again", "mixed"),
     r"Layer \S+ runs within torch\.utils\.checkpoint with use_reentrant=True": ("reentrant",),

@@ -685,7 +685,7 @@ class WithForeignParameter(Tied):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (nn.Linear(6, 6), "Linear cannot be cut into stages: it is no nn.Sequential"),
+        (nn.Linear(6, 6), "Linear cannot be cut into stages: it is not an nn.Sequential"),
         (nn.Sequential(nn.Linear(6, 6)), "a single layer"),
         (WithFirstTwice(), "runs out of turn"),
         (WithHiddenWay(), "Cut into stages the model gives another loss than whole"),

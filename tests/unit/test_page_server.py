@@ -17,12 +17,14 @@ from typing import Any
 
 import pytest
 
+from potluck.account import PROCESS, processes_folder
 from potluck.errors import ConfigError
 from potluck.fleet.invite import Identity, client_context
 from potluck.page.access import Access, can_tell_owners, owner_of
 from potluck.page.start import PageProcess, fingerprint_of, start_page
 from potluck.page.where import PageSettings, page_address
 from potluck.show.output import OutputFile, OutputLine
+from potluck.system import started_at
 from potluck.waiting import wait_until
 from tests.unit.test_page_fold import START, started, step
 
@@ -143,6 +145,26 @@ def test_what_a_script_prints_reaches_whoever_looks(tmp_path: Path) -> None:
         output.write(OutputLine(START + 1, "host-worker-0", "epoch 2"))
         assert next(message["output"] for message in told if "output" in message)[0][0] == 2
     output.close()
+
+
+@pytest.mark.slow
+def test_what_a_rank_of_a_group_uses_is_measured_while_somebody_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    run = tmp_path / "run"
+    run.mkdir()
+    append(run, started(), step(1))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+        folder = processes_folder() / str(rank.pid)
+        folder.mkdir(parents=True)
+        assert wait_until(lambda: bool(started_at(rank.pid)), 10)
+        facts = {"pid": rank.pid, "started": started_at(rank.pid), "role": "worker", "name": "1", "run": str(run)}
+        (folder / PROCESS).write_text(json.dumps(facts))
+        with paged(PageSettings(folder=run, keeps_place=False)) as page, stream(page.settings.port) as told:
+            rows = (message["workers"]["changed"] for message in told if "workers" in message)
+            used = next(changed["1"][14] for changed in rows if changed.get("1", [None] * 15)[14])
+            assert [part[0] for part in used] == ["processor", "memory"]
 
 
 def test_prometheus_gets_its_figures(page: PageProcess) -> None:

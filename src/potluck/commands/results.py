@@ -94,8 +94,8 @@ class Push:
 def _recipe_of(run: Path) -> dict[str, Any]:
     if not (run / "run.toml").is_file():
         raise ConfigError(
-            f"There is no run.toml in {run}, so it is no run of a recipe. Of a script of yours, write the model with"
-            f" potluck export {run} model.safetensors, and upload that."
+            f"There is no run.toml in {run}, so it is not the run of a recipe. To upload a script's model, write it"
+            f" with potluck export {run} model.safetensors first."
         )
     if not found(run / "checkpoints"):
         raise ConfigError(f"There is no checkpoint in {run}, so there is nothing to push yet.")

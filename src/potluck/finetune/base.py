@@ -68,8 +68,8 @@ def load_base(
     fresh = tuple(sorted({name.rpartition(".")[0] for name in missing}))
     if fresh and labels is None:
         raise ConfigError(
-            f"{folder} has no weights for {', '.join(fresh[:3])}, so it is no model that writes ({about.model_type})."
-            " Take a causal one; to classify, give rows with a label."
+            f"{folder} has no weights for {', '.join(fresh[:3])}, so it cannot write text ({about.model_type})."
+            " Take a causal model; to classify, give rows with a label."
         )
     return model, fresh
 

@@ -45,8 +45,8 @@ def find_chain(model: nn.Module, *, every: bool = False, mixed: bool = False) ->
         _collect(model, "", lists, mixed=mixed)
         if not lists:
             raise ConfigError(
-                f"{type(model).__name__} cannot be cut into stages: it is no nn.Sequential, and holds no nn.ModuleList"
-                " of at least two layers and no nn.Sequential. Arrange its layers so."
+                f"{type(model).__name__} cannot be cut into stages: it is not an nn.Sequential, and it holds neither an"
+                " nn.ModuleList of at least two layers nor an nn.Sequential. Arrange its layers in one of these."
             )
         sizes = {name: sum(p.numel() for p in model.get_submodule(name).parameters()) for name in lists}
         largest = max(sizes, key=sizes.__getitem__)
