@@ -309,7 +309,7 @@ function chart(canvas, { lines, band, zero, label }) {
   }
   for (const line of lines) {
     pen.strokeStyle = pen.fillStyle = line.colour; pen.lineWidth = line.dots ? 1.2 : 1.8; pen.lineJoin = "round";
-    pen.setLineDash(line.dashed ? [5, 4] : []);
+    pen.setLineDash(line.dashed ? [5, 4] : []); pen.globalAlpha = line.dashed ? .65 : 1;
     pen.beginPath();
     let isDown = false;
     for (const [at, value] of line.at) {
@@ -322,6 +322,7 @@ function chart(canvas, { lines, band, zero, label }) {
     const spots = line.dots && line.at.length <= 80 ? line.at : line.at.slice(-1);
     for (const [at, value] of spots) if (value !== null) { pen.beginPath(); pen.arc(x(at), y(value), line.dots ? 3 : 2.5, 0, 7); pen.fill(); }
   }
+  pen.globalAlpha = 1;
   pen.restore();
   canvas.plot = { x, y, left, right, lines, width, tall };
 }
@@ -350,7 +351,7 @@ function drawCharts() {
 // A curve of this run, and the same of the run beside it, if there is one.
 function linesOf(name, at, { dots, colour }) {
   const lines = [{ at: at(state), colour: colour || style(dots ? "--second" : "--accent"), dots, name }];
-  if (state.other) lines.unshift({ at: at(state.other), colour: style(dots ? "--second" : "--accent"), dots, dashed: true, name: `${name}, ${state.other.run.name || "other"}` });
+  if (state.other) lines.unshift({ at: at(state.other), colour: style(dots ? "--second" : "--accent"), dashed: true, name: `${name}, ${state.other.run.name || "other"}` });
   return lines.filter((line) => line.at.length);
 }
 
