@@ -159,12 +159,12 @@ def test_what_a_worker_uses_is_kept_for_people_and_nonsense_is_not() -> None:
     run = Fleet(workers=1)
     run.run_until(lambda: run.core.standing.version >= 1)
     member, now = run.member("w0"), run.host.clock.now
-    assert run.core.on_message(now, member.peer, Using(1.5, 2, 3, 4, 0.5, 6, 7)) == []
+    assert run.core.at(now).on_message(member.peer, Using(1.5, 2, 3, 4, 0.5, 6, 7)) == []
     told = {"cores": 1.5, "of_cores": 2, "memory_bytes": 3, "of_memory_bytes": 4}
     assert member.uses == told | {"gpu": 0.5, "gpu_bytes": 6, "of_gpu_bytes": 7}
     for odd in (float("nan"), -1.0, float("inf")):
-        assert run.core.on_message(now, member.peer, Using(odd, 2, 3, 4, 0.5, 6, 7)) == []
-        assert run.core.on_message(now, member.peer, Using(1.0, 2, 3, 4, odd, 6, 7)) == []
+        assert run.core.at(now).on_message(member.peer, Using(odd, 2, 3, 4, 0.5, 6, 7)) == []
+        assert run.core.at(now).on_message(member.peer, Using(1.0, 2, 3, 4, odd, 6, 7)) == []
     assert member.uses["cores"] == 1.5
     run.finish()
     assert run.workers["w0"].weights == undisturbed()
