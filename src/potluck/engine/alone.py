@@ -21,7 +21,7 @@ from potluck.devices import synchronize
 from potluck.engine.figures import WindowFigures
 from potluck.engine.replica import Agreed, Replica
 from potluck.engine.run_parts import RunParts
-from potluck.engine.table import Give, Outcome, RoundPlan
+from potluck.engine.table import Give, Outcome, RoundPlan, RoundWork
 from potluck.engine.window_delta import WindowDelta
 from potluck.events import StepSkipped
 from potluck.link.link import Link
@@ -45,9 +45,7 @@ class WindowSide:
     """Called as a batch ends, after so many others."""
 
 
-class StepAlone:
-    ends_each = False
-
+class StepAlone(RoundWork):
     def __init__(self, run: RunParts, replica: Replica, delta: WindowDelta, side: WindowSide) -> None:
         assert run.composition.window is not None
         self._run = run

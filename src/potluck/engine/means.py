@@ -126,10 +126,6 @@ class LinkMean(Mean):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         return flats
 
-    @property
-    def is_pending(self) -> bool:
-        return bool(self._pending)
-
     def clear(self) -> None:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())

@@ -460,13 +460,13 @@ class Replica:
         """Whether the gradient of the step under way is added to nobody else's."""
         return self._together.world == 1
 
-    def align(self, *, with_base: bool = False) -> None:
+    def align(self) -> None:
         """Every rank takes rank 0's values."""
-        self._take_first_ranks(with_base=with_base)
+        self._take_first_ranks()
 
-    def _take_first_ranks(self, *, with_base: bool = False) -> None:
+    def _take_first_ranks(self) -> None:
         for name, tensor in own_state(self.model).items():
-            if with_base or not self.is_base(name):
+            if not self.is_base(name):
                 self.link.broadcast(tensor)
 
     def fingerprint(self) -> str:

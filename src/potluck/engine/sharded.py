@@ -253,7 +253,7 @@ class ShardedReplica(Replica):
     def memory_bytes(self) -> dict[str, int]:
         return self.sharded.memory_bytes()
 
-    def align(self, *, with_base: bool = False) -> None:
+    def align(self) -> None:
         if self._across.world > 1:
             self.before_parts_are_used()
             for tensor in [*(run.parameter.data for run in self.owned()), *self._buffers.now()]:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,7 @@ from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Agreed, Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.slices import Gradients, SliceSums
-from potluck.engine.table import Give, Outcome, RoundPlan
+from potluck.engine.table import Give, Outcome, RoundPlan, RoundWork
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
 from potluck.fleet.tree import slice_rows
@@ -27,9 +26,8 @@ ANY_ROWS = BatchConfig(size=1 << 31)
 """A slice goes through the model at once, however many rows it has."""
 
 
-class SliceSteps:
+class SliceSteps(RoundWork):
     ends_each = True
-    drift = 0.0
 
     def __init__(
         self, run: RunParts, replica: Replica, holder: HostHolder, sender: PartSender, gradients: Gradients
@@ -38,6 +36,7 @@ class SliceSteps:
         self._replica = replica
         self._holder = holder
         self._sender = sender
+        self._gradients = gradients
         self.sums = SliceSums(replica.model, gradients, replica.link, sender.send)
         self.sums.before_last_part = self._send_used
         self.sums.send_exact = self._send_exact
@@ -59,7 +58,7 @@ class SliceSteps:
 
     def set_idle(self, is_idle: bool) -> None:
         """Whether the replica's gradients are not slices' now."""
-        self.sums.set_idle(is_idle)
+        self._gradients.is_idle = is_idle
         if is_idle:
             self._replica.drop()  # of a slice that was never agreed on, the replica awaits the step
 
@@ -134,7 +133,7 @@ class SliceSteps:
             self._reports[self.slices[micro.number]] = (self._samples, self._loss)
             if micro.last:
                 self._send_report()
-        self.sums.arm(communicate=last)
+        self._gradients.arm(communicate=last)
         self.sums.scale, self.sums.may_overflow = self._run.step.scale.factor, self._run.step.scale.may_fall
         if samples:
             (loss * (samples * self._run.step.gradient_unit)).backward()  # type: ignore[no-untyped-call]
@@ -156,7 +155,7 @@ class SliceSteps:
     def apply(self, outcome: Outcome) -> StepDecision:
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
-        norm = sums.load(outcome.means, outcome.used)
+        norm = self._gradients.load(outcome.means, outcome.used)
         overflow = outcome.overflow if run.step.scale.is_on else None
         decision = decide_mean(outcome.samples, outcome.loss, norm, 1.0, run.config.clip, overflow)
         run.step.scale.learn(outcome.samples, outcome.rows)
@@ -172,9 +171,6 @@ class SliceSteps:
         return decision
 
     # What all agreed on
-
-    def as_agreed(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def agreed(self) -> tuple[Agreed, Sequence[Tensor]]:
         return {}, self.sums.agreed_buffers
@@ -200,7 +196,7 @@ class SliceSteps:
         busy_s = time.perf_counter() - self._started
         self._holder.member.check_weights(in_step=True)  # before the last part, without which nothing is committed
         none, overflowed = np.zeros(0), self._has_overflowed()
-        report = SliceReport(self._version, none.astype("<u4"), none, none, busy_s, self.sums.used_bits())
+        report = SliceReport(self._version, none.astype("<u4"), none, none, busy_s, self._gradients.used_bits())
         self._holder.send(replace(report, overflowed=1) if overflowed else report)
 
     def _has_overflowed(self) -> bool:

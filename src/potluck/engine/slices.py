@@ -235,12 +235,6 @@ class SliceSums:
         else:  # each slice of a step starts from the same buffers, no matter who computes it
             self._buffers.put(self._before)
 
-    def set_idle(self, is_idle: bool) -> None:
-        self._gradients.is_idle = is_idle
-
-    def arm(self, *, communicate: bool) -> None:
-        self._gradients.arm(communicate=communicate)
-
     def finish_slice(self, samples: float, unit: float) -> None:
         """After its last backward. `samples`: of this rank's rows, which weigh `unit` each in its gradient."""
         self._keep_buffers(samples, unit)
@@ -249,9 +243,6 @@ class SliceSums:
             for change in self._changes_done:
                 self._send(self.buffers_at, change)
             self._buffers.put(self._before)  # as the weights: not yet of this step
-
-    def load(self, means: Sequence[Tensor], used: bytes) -> float:
-        return self._gradients.load(means, used)
 
     def apply_buffers(self, means: Sequence[Tensor], exact: bytes) -> None:
         """Apply what the whole step changed in the buffers: the mean over its samples, where it has one."""
@@ -273,9 +264,6 @@ class SliceSums:
         """The model's state has been replaced: what was computed from the old one is of no use."""
         self.reset()
         self._before = []
-
-    def used_bits(self) -> bytes:
-        return self._gradients.used_bits()
 
     def reset(self) -> None:
         """Forgets what was computed."""

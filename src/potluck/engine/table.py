@@ -6,7 +6,7 @@ the same story runs over sockets, over a link and on a virtual clock.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -132,12 +132,13 @@ Took = tuple[float, tuple[WorkerStep, ...]]
 class RoundWork(Protocol):
     """How this worker computes its part of a round: Together (together.py, slice_steps.py), or Alone (alone.py)."""
 
-    ends_each: bool
+    ends_each: bool = False
     """Whether step() has to end each micro-batch, and not only the last of a batch."""
 
     @property
     def drift(self) -> float:
         """How far this worker was from the others at the last agreement, where each steps by itself."""
+        return 0.0
 
     def begin(self, plan: RoundPlan) -> None: ...
 
@@ -162,10 +163,13 @@ class RoundWork(Protocol):
         """A step along the mean gradient, or the mean change; or neither, and why."""
 
     def agreed(self) -> tuple[Agreed, Sequence[Tensor]]:
-        """Parameters and buffers that all workers agreed on last, as they are in this worker's memory."""
+        """Parameters and buffers that all workers agreed on last, as they are in this worker's memory; of parameters,
+        those that the model does not hold."""
+        return {}, ()
 
     def as_agreed(self) -> AbstractContextManager[None]:
         """The model as all agreed on it last, also in the middle of the round."""
+        return nullcontext()
 
     def forget(self) -> None:
         """Discards what was computed: the model is again as it was agreed on."""

@@ -4,8 +4,6 @@ Gradients are summed over a link while the backward still runs. slice_steps.py i
 """
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -14,16 +12,13 @@ from potluck.agree.records import Report
 from potluck.agree.step_report import StepDecision, decide_sum
 from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
-from potluck.engine.replica import Agreed, Replica
+from potluck.engine.replica import Replica
 from potluck.engine.run_parts import RunParts
-from potluck.engine.table import Give, Outcome, RoundPlan
+from potluck.engine.table import Give, Outcome, RoundPlan, RoundWork
 from potluck.events import StepSkipped
 
 
-class StepTogether:
-    drift = 0.0
-    ends_each = False
-
+class StepTogether(RoundWork):
     def __init__(self, run: RunParts, replica: Replica) -> None:
         self._run = run
         self._replica = replica
@@ -133,14 +128,6 @@ class StepTogether:
         run.step.end_turn()
         self.optimizer_s = time.perf_counter() - started
         return decision
-
-    # What all agreed on
-
-    def as_agreed(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def agreed(self) -> tuple[Agreed, Sequence[Tensor]]:
-        return {}, ()
 
     def forget(self) -> None:
         self._micros = []
