@@ -24,7 +24,6 @@ from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan, RoundWork
 from potluck.engine.window_delta import WindowDelta
 from potluck.events import StepSkipped
-from potluck.link.link import Link
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,8 +32,6 @@ class WindowSide:
 
     name: Callable[[], str]
     """This replica's, where a step of it is skipped."""
-    within: Link
-    """The ranks that are this replica together."""
     sees_end: Callable[["StepAlone", float, float], bool]
     """Asked after each batch, with the batches and rows that are done by then: whether the window is over for us."""
     seeds: Callable[[RoundPlan, MicroBatch], tuple[int, ...]]
@@ -122,7 +119,7 @@ class StepAlone(RoundWork):
         (first, end), _ = self._batches[0]
         is_last, rows = run.turns.is_last, before.rows + end - first
         # All ranks of this replica step as one, and stop as one: the first decides.
-        within = side.within
+        within = self.delta.within
         is_over = is_last and within.world > 1 and within.rank == 0 and side.sees_end(self, before.batches + 1, rows)
         done, own_samples, decision = self._end_batch(is_over=is_over)
         self.figures.add(done)
@@ -147,7 +144,7 @@ class StepAlone(RoundWork):
     def _end_batch(self, *, is_over: bool) -> tuple[Report, float, StepDecision]:
         """Return what the ranks of this replica did together in the batch; over which samples this rank's gradient is;
         and whether it is applied."""
-        run, replica, tally, within = self._run, self._replica, self._run.step.tally, self._side.within
+        run, replica, tally, within = self._run, self._replica, self._run.step.tally, self.delta.within
         replica.unseal()
         if within.world == 1:
             _, norm, loss_sum = replica.reduce(tally.loss_sum)

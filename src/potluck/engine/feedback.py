@@ -10,7 +10,6 @@ from potluck.coded_numbers import Coding
 from potluck.coded_tensors import round_
 from potluck.engine.buckets import split_like
 from potluck.link.link import Link
-from potluck.save.checkpoint_folder import AVERAGE
 
 if TYPE_CHECKING:
     from potluck.engine.means import FlatBuffer
@@ -41,10 +40,6 @@ class OuterState:
         optimizer.register_state_dict_post_hook(self._add)
         optimizer.register_load_state_dict_pre_hook(self._take)
 
-    def drop_loaded(self) -> None:
-        """Drop what coding left out, once it has been taken; the average of the weights is taken by itself."""
-        self.loaded = {name: {AVERAGE: known[AVERAGE]} for name, known in self.loaded.items() if AVERAGE in known}
-
     def _order(self, optimizer: Optimizer) -> list[str]:
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return [self.names.get(id(parameter), "") for parameter in held]
@@ -62,8 +57,8 @@ class OuterState:
         self.loaded, state = {}, {}
         for key, known in saved["state"].items():
             outer = {name: value for name, value in known.items() if str(name).startswith(PREFIX)}
-            if outer and self.kept:
-                self.loaded[names[key]] = outer
+            wanted = self.kept.get(names[key], {})
+            self.loaded[names[key]] = {name: value for name, value in outer.items() if name in wanted}
             if rest := {name: value for name, value in known.items() if name not in outer}:
                 state[key] = rest
         return {**saved, "state": state}
@@ -111,8 +106,8 @@ class ErrorFeedback:
             pieces = split_like(self._of(index, flat.sum), flat.tensors)
             for run, piece in zip(flat.runs, pieces, strict=True):
                 name = outer.names.get(id(run.parameter), "")
-                if RESIDUAL in (loaded := outer.loaded.get(name, {})):
-                    piece.copy_(loaded[RESIDUAL])
+                if (loaded := outer.loaded.get(name, {}).pop(RESIDUAL, None)) is not None:
+                    piece.copy_(loaded)
                 if name:
                     outer.kept.setdefault(name, {})[RESIDUAL] = piece
 

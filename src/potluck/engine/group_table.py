@@ -129,7 +129,6 @@ class GroupTable:
             self._moments = plans.moments = Moments(replica.optimizer, replica.outer.names, delta.runs)
         side = WindowSide(
             name=lambda: nodes.names[nodes.number],
-            within=nodes.within,
             sees_end=self._sees_end,
             seeds=lambda plan, micro: (plan.epoch, micro.start),
             apply=self._take_mean,

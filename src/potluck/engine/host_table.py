@@ -145,7 +145,6 @@ class HostTable:
         delta = WindowDelta(replica, mean, within=run.link)
         side = WindowSide(
             name=lambda: self.client.name,
-            within=run.link,
             # The rest of a part that was cut is not cut again.
             sees_end=lambda work, batches, rows: self.listener.wants_stop and self._can_be_cut,
             seeds=lambda plan, micro: (plan.version, micro.start),
@@ -386,22 +385,13 @@ class HostTable:
     def is_replaying(self) -> bool:
         return self.member.is_replaying
 
-    @property
-    def _is_over(self) -> bool:
-        return self.member.is_over
-
-    @property
-    def _has_left(self) -> bool:
-        """This worker has left the run, which continues."""
-        return self.member.left
-
     # The run
 
     def join(self) -> None:
         run = self.run
         if not self.member.has_joined:
             drive(self.member.join())
-            if not run.loop.has_trainer and run.speaks and not self._is_over:
+            if not run.loop.has_trainer and run.speaks and not self.member.is_over:
                 from potluck.engine.joined_view import JoinedView  # only a person who looks waits for rich
 
                 self._view = JoinedView(run, run.prepared().parameter_count, self._places)
@@ -421,12 +411,12 @@ class HostTable:
             return
         yield from self._save(keep_last=1)
         yield from self._await_saves()
-        if self._has_left or not self.member.is_in:  # the run may yet end elsewhere, or has
+        if self.member.left or not self.member.is_in:  # the run may yet end elsewhere, or has
             ended = "The run has ended without this worker; the host has its weights."
-            words = self.last_words() if self._has_left else ended
+            words = self.last_words() if self.member.left else ended
             self.close(None)
             raise run.interrupted(words)
-        if not run.progress.is_at_the_end and not self._is_over:
+        if not run.progress.is_at_the_end and not self.member.is_over:
             run.progress.continue_()  # the stop came after the end
 
     def end_of_epoch(self) -> None:
@@ -438,7 +428,7 @@ class HostTable:
 
     def end_early(self, folder: Path | None) -> NoReturn:
         """Saves what is done if needed, tells the host that this worker leaves, and says so."""
-        if not self._has_left:
+        if not self.member.left:
             self.end_well(folder)
         words = self.last_words()
         self.close(None)
@@ -459,7 +449,7 @@ class HostTable:
     def last_words(self) -> str:
         saves, step = self.member.saves, self.run.progress.step_number
         fault = saves.failed.error if saves.failed.step > saves.kept.step else ""
-        if self._has_left:
+        if self.member.left:
             lost = f" {fault.removesuffix('.')}, and this worker may have had the only weights." if fault else ""
             return f"Left the run after step {step}; it continues without this worker.{lost}"
         return f"The host stopped the run after step {step}, {fault or 'and has saved it.'}"
@@ -498,7 +488,7 @@ class HostTable:
                     total.add(replica.loss(loss_of, batch), batch, counts=micro.counts)
             return add_up(link.gather_bytes(total.to_bytes()))
 
-        has_part = not (self.is_replaying or self._has_left or (run.progress.stopping and self._is_over))
+        has_part = not (self.is_replaying or self.member.left or (run.progress.stopping and self.member.is_over))
         with run.looking.in_place(), run.works.now.as_agreed(), looking(replica.model):
             found = None
             if has_part:
@@ -535,7 +525,7 @@ class HostTable:
             return  # it is asked for, or kept: a window has many steps and one agreement, and the end is kept anyway
         # A worker that has just caught up with the end would leave before it is saved, and end the run for all.
         is_past = self.is_replaying and not self.run.progress.is_at_the_end
-        if not (is_past or self._has_left or self._is_over):
+        if not (is_past or self.member.left or self.member.is_over):
             yield from self.member.save(keep_last)
 
     def state_dict(self) -> dict[str, Any]:
@@ -548,10 +538,10 @@ class HostTable:
 
     def _keep(self) -> Waits[None]:
         """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little."""
-        run = self.run
-        if run.loop.has_trainer or self.is_replaying or self._has_left or self._is_over or run.progress.stopping:
+        run, member = self.run, self.member
+        if run.loop.has_trainer or member.is_replaying or member.left or member.is_over or run.progress.stopping:
             return
-        if run.link.gather_rows([float(self.member.is_keep_due())])[0][0]:
+        if run.link.gather_rows([float(member.is_keep_due())])[0][0]:
             yield from self._save(keep_last=2)
 
     def load(self, folder: Path) -> bool:

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from potluck.coded_numbers import Coding, Floats
 from potluck.coded_tensors import encode
-from potluck.devices import synchronize
 from potluck.engine.buckets import Allocate
 from potluck.engine.host_holder import HostHolder
 
@@ -32,9 +31,6 @@ class PartSender:
         """Wait for what was sent before, which must not change under the sender's hands."""
         self._client.flush()
         self._hosted = []
-
-    def synchronize(self) -> None:
-        synchronize(self._device)
 
     def send(self, part: int, numbers: Tensor) -> None:
         """Send a part of the step that is under way."""

@@ -145,8 +145,9 @@ class Replica:
         check_optimizer(optimizer, self.names)
         self._buffers = SavedBuffers(model)
         self._place()
-        self._same_start()
-        self._switch_on()
+        check_same_model(model, link)
+        self._take_first_ranks()  # all start from the same values
+        switch_on(model, device, config)
         model.zero_grad()  # what a backward before prepare() has left would have been dropped before the first step
         self.outer = OuterState(optimizer, self.names)
         self.adapter = OptimizerAdapter(optimizer, self._turns, self.names, self._takes_group)
@@ -188,9 +189,6 @@ class Replica:
 
     def _takes_group(self, added: Sequence[nn.Parameter]) -> bool:
         return self.sharded is None and all(id(parameter) in self._trained_ids for parameter in added)
-
-    def _switch_on(self) -> None:
-        switch_on(self.model, self.device, self.config)
 
     def loss(self, loss_of: LossFunction, batch: Any) -> Any:
         """What the loss function gives; all of it is computed in the precision that was asked for."""
@@ -485,8 +483,3 @@ class Replica:
         if self._buckets is not None:
             return self._buckets.flats
         return [dense_gradient(parameter) for parameter in self.trained if parameter.grad is not None]
-
-    def _same_start(self) -> None:
-        """Every rank has the same shapes, and starts from rank 0's values."""
-        check_same_model(self.model, self.link)
-        self._take_first_ranks()

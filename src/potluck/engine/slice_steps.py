@@ -11,6 +11,7 @@ from potluck.agree.step_report import StepDecision, decide_mean
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, MicroBatch, plan_step
 from potluck.data.rows import mix
+from potluck.devices import synchronize
 from potluck.engine.host_holder import HostHolder
 from potluck.engine.part_sender import PartSender
 from potluck.engine.replica import Agreed, Replica
@@ -192,7 +193,7 @@ class SliceSteps(RoundWork):
 
     def _send_used(self) -> None:
         """Report which parameters the slices used, and how long they took: both are known when the last part is."""
-        self._sender.synchronize()
+        synchronize(self._run.device)
         busy_s = time.perf_counter() - self._started
         self._holder.member.check_weights(in_step=True)  # before the last part, without which nothing is committed
         none, overflowed = np.zeros(0), self._has_overflowed()

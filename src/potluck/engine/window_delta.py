@@ -43,10 +43,10 @@ class WindowDelta:
     """For each part of a window: begin, train, end; then apply."""
 
     def __init__(self, replica: Replica, mean: Mean, *, within: Link = Alone()) -> None:
-        """`within`: the ranks that hold the other parts of this replica."""
         self._replica = replica
         self._mean = mean
-        self._within = within
+        self.within = within
+        """The ranks that are this replica together."""
         self._buffers = SavedBuffers(replica.model)
         self._agreed_buffers: list[Tensor] = []
         """The buffers where the part began, which is what all agreed on last."""
@@ -127,7 +127,7 @@ class WindowDelta:
         self._mean.finish_buffers(self._buffers)
         self._weight, self.is_pending = 0.0, False
         self._replica.on_parts_written()
-        self.drift = drift.share(self._within)
+        self.drift = drift.share(self.within)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -174,7 +174,6 @@ class WindowDelta:
         """The model's state has been replaced."""
         self._clear()
         self._mean.start_anew(self._replica.outer, self._flats)
-        self._replica.outer.drop_loaded()
 
     def _clear(self) -> None:
         self.is_open = self.is_pending = False
