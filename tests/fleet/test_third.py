@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from potluck.engine.slices import describe_model
+from potluck.engine.model_checks import describe_model
 from potluck.engine.weight_hash import digest
 from potluck.save import checkpoint_folder
 from tests.fleet import third

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import potluck
 from potluck import Async, Cadence, DataStore, HybridShard, NoShard, Pipeline, Stages, Sync
 from potluck.coded_numbers import CODINGS
-from potluck.engine.feedback import RESIDUAL
-from potluck.engine.means import CodedLinkMean
+from potluck.engine.means import RESIDUAL, CodedLinkMean
 from potluck.engine.moments import Moments
 from potluck.engine.replica import Replica, StepConfig
 from potluck.engine.window_delta import WindowDelta

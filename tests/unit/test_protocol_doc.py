@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from potluck.data.rows import mix
-from potluck.engine import slices, weight_hash
+from potluck.engine import model_checks, slices, weight_hash
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
 from potluck.fleet import connection, description, file_stream, host_connector, lobby, transfers
@@ -138,7 +138,7 @@ def test_the_examples_are_what_the_code_makes_of_them() -> None:
     assert dict(table("what", "value")) == {
         "mix(7, 3)": str(mix(7, 3)),
         "the order of 10 rows, seed 7, epoch 0": " ".join(map(str, order.tolist())),
-        "`description.model` of Linear(2, 1)": slices.describe_model(nn.Linear(2, 1)),
+        "`description.model` of Linear(2, 1)": model_checks.describe_model(nn.Linear(2, 1)),
         "the digest of one parameter of 1,030 float32 numbers: 0, 1, ..., 1029": weight_hash.digest(
             [torch.arange(1030, dtype=torch.float32)]
         ),

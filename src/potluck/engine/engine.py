@@ -45,16 +45,9 @@ from potluck.engine.eval_weights import WeightAverage
 from potluck.engine.evaluate import LossFunction
 from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.handle import Handle
+from potluck.engine.model_checks import check_dense, check_model, check_no_writes, find_batch_norm
 from potluck.engine.precision import StepConfig, keep_masters
-from potluck.engine.prepare import (
-    Given,
-    check_dense,
-    check_model,
-    check_no_writes,
-    find_batch_norm,
-    training_settings,
-    warn_of_single_rows,
-)
+from potluck.engine.prepare import Given, training_settings, warn_of_single_rows
 from potluck.engine.replica import Replica
 from potluck.engine.round import Round
 from potluck.engine.run_parts import RunParts
@@ -194,7 +187,8 @@ class Engine(Handle):
             if run.link.world > 1 or run.wanted.has_host or run.composition.split is not None:
                 check_no_writes(model)
                 check_dense(model)
-            keep_masters(run, model, optimizer)
+            if run.wanted.has_host and run.composition.split is None:
+                keep_masters(model, optimizer, run.notice)
             run.batch_norm = find_batch_norm(model)
             self._settle_wire(model)
             run.base = agree_on_base(run.link, find_base(model), run.notice)

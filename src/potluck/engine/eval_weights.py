@@ -88,7 +88,7 @@ class LookingWeights:
 class WeightAverage:
     """An exponential moving average of the weights, of whatever part of them this worker's optimizer has.
 
-    It is kept with the optimizer's state of each parameter (feedback.py), so checkpoints, newcomers and any way to
+    It is kept with the optimizer's state of each parameter (outer_state.py), so checkpoints, newcomers and any way to
     split a model carry it. It follows the weights that all agree on, and so is the same on all workers.
     """
 

@@ -31,6 +31,7 @@ from potluck.engine.buffers import SavedBuffers
 from potluck.engine.evaluate import Figures, LookSums, LossFunction, add_up, looking, means_of
 from potluck.engine.host_holder import HostHolder
 from potluck.engine.means import HostMean
+from potluck.engine.model_checks import describe_model, state_specs
 from potluck.engine.moments import are_averaged
 from potluck.engine.node_listener import NodeListener
 from potluck.engine.node_sums import CollectParts, SplitGradients
@@ -39,7 +40,7 @@ from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.slice_steps import SliceSteps
-from potluck.engine.slices import Gradients, WholeGradients, describe_model, state_specs
+from potluck.engine.slices import Gradients, WholeGradients
 from potluck.engine.table import Outcome, RoundPlan, RoundWork, Took, Waits, Works, drive
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import QUIET, TAKEN_BACK, why_leaving

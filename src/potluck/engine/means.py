@@ -1,6 +1,6 @@
 """Mean: how the mean of all replicas is formed. LinkMean adds up parameters over a link, CodedLinkMean what was changed
 in them, in fewer bits; HostMean has a host average what each worker changed. What travels passes through start(), and
-nowhere else. Knows nothing of windows.
+nowhere else. ErrorFeedback sends with the next numbers what coding left out of these. Knows nothing of windows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from potluck.coded_numbers import Coding
+from potluck.coded_tensors import round_
 from potluck.engine.buckets import Allocate, split_like
 from potluck.engine.buffers import SavedBuffers
-from potluck.engine.feedback import ErrorFeedback, OuterState
 from potluck.engine.moments import HostMoments
+from potluck.engine.outer_state import PREFIX, OuterState
 from potluck.engine.replica import Replica
 from potluck.engine.slices import check_float32, plan_parts
 from potluck.errors import ConfigError
@@ -69,6 +70,62 @@ def pack(runs: Sequence[FlatRun]) -> list[FlatBuffer]:
 def _allocate(total: int, like: Tensor) -> Tensor:
     half = like.dtype in (torch.float16, torch.bfloat16)  # their mean would lose digits
     return torch.empty(total, dtype=torch.float32 if half else like.dtype, device=like.device)
+
+
+RESIDUAL = f"{PREFIX}residual"
+
+
+class ErrorFeedback:
+    """Remainders that coding left out of what was sent, kept to be sent with what comes next.
+
+    Without it numbers that are small beside their block's largest would be rounded away window after window. They are a
+    worker's own: a newcomer begins without any, and so does one whose last change was lost. Knows nothing of windows.
+    """
+
+    def __init__(self, coding: Coding) -> None:
+        self.coding = coding
+        self._left: dict[int, Tensor] = {}
+        """By the number of a flat buffer; weighted, as what is sent is."""
+        self._is_shared = True
+
+    def code(self, index: int, numbers: Tensor) -> None:
+        """The numbers of a flat buffer become what will arrive of them and of what was left out before."""
+        left = self._of(index, numbers)
+        numbers.add_(left)
+        left.copy_(numbers)
+        round_(self.coding, numbers)
+        left.sub_(numbers).nan_to_num_(0.0, 0.0, 0.0)  # what is not finite must not stay here for good
+        self._is_shared = False
+
+    def clear(self) -> None:
+        for left in self._left.values():
+            left.zero_()
+        self._is_shared = True
+
+    def share(self, link: Link) -> None:
+        """Each worker's becomes the mean of all: their sum is what matters, and a checkpoint has one for everybody."""
+        if self._is_shared:
+            return
+        for left in self._left.values():
+            link.start_coded_sum(left, self.coding).wait()
+            left.mul_(1 / link.world)
+        self._is_shared = True
+
+    def keep_in(self, outer: OuterState, flats: Sequence[FlatBuffer]) -> None:
+        """With the optimizer's state; and what was loaded with that is taken."""
+        for index, flat in enumerate(flats):
+            pieces = split_like(self._of(index, flat.sum), flat.tensors)
+            for run, piece in zip(flat.runs, pieces, strict=True):
+                name = outer.names.get(id(run.parameter), "")
+                if (loaded := outer.loaded.get(name, {}).pop(RESIDUAL, None)) is not None:
+                    piece.copy_(loaded)
+                if name:
+                    outer.kept.setdefault(name, {})[RESIDUAL] = piece
+
+    def _of(self, index: int, numbers: Tensor) -> Tensor:
+        if index not in self._left:
+            self._left[index] = torch.zeros_like(numbers)
+        return self._left[index]
 
 
 class Mean(Protocol):

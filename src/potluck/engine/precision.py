@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.utils.checkpoint
@@ -22,9 +22,6 @@ from potluck.errors import ConfigError
 from potluck.sharding.blocks import find_blocks, is_staged
 from potluck.sharding.united_optimizers import each_of
 from potluck.stages.forms import map_tensors
-
-if TYPE_CHECKING:
-    from potluck.engine.run_parts import RunParts
 
 Precision = Literal["fp32", "bf16", "fp16"]
 HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -264,11 +261,9 @@ def _refresh(entered: Entered) -> None:
 
 
 @torch.no_grad()
-def keep_masters(run: "RunParts", model: nn.Module, optimizer: Optimizer) -> None:
+def keep_masters(model: nn.Module, optimizer: Optimizer, notice: Callable[[str], None]) -> None:
     """Where a host leads a run whose replicas are whole: what is trained travels as float32. Elsewhere bf16 parameters
     are stepped as they are, as by PyTorch alone."""
-    if not run.wanted.has_host or run.composition.split is not None:
-        return
     halves = [each for each in model.parameters() if each.requires_grad and each.dtype == HALF]
     if not halves:
         return
@@ -280,7 +275,7 @@ def keep_masters(run: "RunParts", model: nn.Module, optimizer: Optimizer) -> Non
                 if isinstance(value, Tensor) and value.dtype == HALF:
                     each.state[parameter][key] = value.float()
     Masters(model, halves)
-    run.notice(
+    notice(
         "What is trained in bf16 is kept, stepped and sent as float32 under a host, and computed with in bf16."
         " What is saved is float32."
     )

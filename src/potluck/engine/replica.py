@@ -21,11 +21,11 @@ from potluck.data.plan import MicroBatch
 from potluck.engine.buckets import GradBuckets
 from potluck.engine.buffers import SavedBuffers
 from potluck.engine.evaluate import LookSums, LossFunction, loss_and_samples
-from potluck.engine.feedback import OuterState
 from potluck.engine.frozen_base import FrozenBase, glance_at
+from potluck.engine.model_checks import check_optimizer, check_own_memory, check_same_model, explain_single_rows
 from potluck.engine.optimizer_adapter import OptimizerAdapter
+from potluck.engine.outer_state import OuterState
 from potluck.engine.precision import StepConfig, autocast, switch_on
-from potluck.engine.prepare import check_optimizer, check_own_memory, check_same_model, explain_single_rows
 from potluck.engine.seal import Seal
 from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError

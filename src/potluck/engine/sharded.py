@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from potluck.coded_numbers import Coding
-from potluck.engine.prepare import find_batch_norm
+from potluck.engine.model_checks import find_batch_norm
 from potluck.engine.replica import Agreed, Replica
 from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums, join
 from potluck.errors import ConfigError

@@ -5,8 +5,7 @@ completes a part of a worker's last slice, the sums of all its nodes are ready f
 Knows nothing of sockets: `send` is handed in.
 """
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -23,7 +22,6 @@ from potluck.errors import ConfigError
 from potluck.fleet.description import MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
 from potluck.link.link import Link
-from potluck.sharding.absent import own_state
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.ranges import Spec
 
@@ -367,24 +365,3 @@ def _is_published(unit: list[nn.Parameter], names: dict[int, str], blocks: Seque
     return (len(blocks) > 0 and tuple(own) == NINE) or (
         len(unit) == 1 and names[id(unit[0])].removesuffix(".weight") in COMPONENTS
     )
-
-
-def describe_model(model: nn.Module, split: Mapping[str, Spec] | None = None) -> str:
-    """A hash of every parameter's and buffer's name, shape and type."""
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    lines = [
-        f"{name} {tuple(spec.shape)} {spec.dtype}{' frozen' if name in frozen else ''}"
-        for name, spec in state_specs(model, split).items()
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def state_specs(model: nn.Module, split: Mapping[str, Spec] | None = None) -> dict[str, Spec]:
-    """Describe all that a model's state holds. `split`: the dtype of these is known, and they may be gathered in
-    another."""
-    named = dict(model.named_parameters())
-    types = {id(named[name]): spec.dtype for name, spec in (split or {}).items()}
-    return {
-        name: Spec(tuple(tensor.shape), types.get(id(tensor), tensor.dtype))
-        for name, tensor in own_state(model, keep_vars=True).items()
-    }

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from potluck.agree.step_report import norm_of_stages
 from potluck.data.loader import Loader
 from potluck.engine.evaluate import LookSums, LossFunction, check_grad, loss_and_samples
+from potluck.engine.model_checks import explain_single_rows
 from potluck.engine.precision import autocast, in_float32
-from potluck.engine.prepare import explain_single_rows
 from potluck.engine.replica import MicroPass, Replica
 from potluck.engine.sharded import ShardedReplica
 from potluck.errors import ConfigError
