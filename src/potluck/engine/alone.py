@@ -32,8 +32,9 @@ class WindowSide:
 
     name: Callable[[], str]
     """This replica's, where a step of it is skipped."""
-    sees_end: Callable[["StepAlone", float, float], bool]
-    """Asked after each batch, with the batches and rows that are done by then: whether the window is over for us."""
+    sees_end: Callable[[RoundPlan, float, float], bool]
+    """Asked after each batch, with the plan, and the batches and rows that are done by then: whether the window is over
+    for us."""
     seeds: Callable[[RoundPlan, MicroBatch], tuple[int, ...]]
     """Numbers from which a micro-batch's seed is mixed, beside the run's seed."""
     apply: Callable[[Outcome], None]
@@ -120,7 +121,7 @@ class StepAlone(RoundWork):
         is_last, rows = run.turns.is_last, before.rows + end - first
         # All ranks of this replica step as one, and stop as one: the first decides.
         within = self.delta.within
-        is_over = is_last and within.world > 1 and within.rank == 0 and side.sees_end(self, before.batches + 1, rows)
+        is_over = is_last and within.world > 1 and within.rank == 0 and side.sees_end(plan, before.batches + 1, rows)
         done, own_samples, decision = self._end_batch(is_over=is_over)
         self.figures.add(done)
         self._note(done, is_last=is_last, is_good=decision.fault is None)
@@ -133,7 +134,7 @@ class StepAlone(RoundWork):
             self._batches.pop(0)
             self._micros = []
             if within.world == 1:
-                is_over = bool(self._batches) and side.sees_end(self, self.window.batches, self.window.rows)
+                is_over = bool(self._batches) and side.sees_end(plan, self.window.batches, self.window.rows)
             else:
                 is_over = bool(done.is_over)
             if self._batches and is_over:

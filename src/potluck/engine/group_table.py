@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
 from potluck.engine.run_parts import RunParts
-from potluck.engine.table import Outcome, RoundPlan, RoundWork, Took, Waits, Works
+from potluck.engine.table import Outcome, RoundPlan, RoundWork, Table, Took, Waits, Works
 from potluck.engine.together import StepTogether
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import ONLY
@@ -59,10 +59,7 @@ class _Sums:
         return self.work.wait()
 
 
-class GroupTable:
-    is_replaying = False
-    """Whether the step being applied was taken by others before this worker joined."""
-
+class GroupTable(Table):
     def __init__(self, run: RunParts, saves: Saves) -> None:
         self._run = run
         self._saves = saves
@@ -92,7 +89,6 @@ class GroupTable:
         self._folder: Path | None = None
         """The folder that load() was given."""
         self._saved_last: tuple[Path, int] | None = None
-        self.rank, self.world = run.link.rank, run.link.world
         speaks = self.rank == 0 or ONLY in os.environ
         run.speak(speaks, say if speaks else lambda sentence: None)
 
@@ -155,8 +151,13 @@ class GroupTable:
     def has_fixed_shares(self) -> bool:
         return self._plans.has_fixed_shares
 
-    def a_pass(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @property
+    def rank(self) -> int:
+        return self._run.link.rank
+
+    @property
+    def world(self) -> int:
+        return self._run.link.world
 
     # A round
 
@@ -182,15 +183,14 @@ class GroupTable:
             return True
         return micro is not None and not micro.last
 
-    def _sees_end(self, work: StepAlone, batches: float, rows: float) -> bool:
+    def _sees_end(self, plan: RoundPlan, batches: float, rows: float) -> bool:
         """Whether the window's end is nearer than the middle of another batch; or whether all have done their parts."""
+        if plan.until_s is not None:
+            spent = time.perf_counter() - self._started
+            return spent + 0.5 * spent / batches > plan.until_s
         plans = self._plans
         assert isinstance(plans, WindowPlans) and plans.decision is not None and self._run.nodes is not None
-        if plans.decision.until_s is not None:
-            spent = time.perf_counter() - self._started
-            return spent + 0.5 * spent / batches > plans.decision.until_s
-        node = self._run.nodes.number
-        part = plans.decision.rows[node] * (NEARLY if plans.decision.spare[node] else 1)
+        part = plan.part * (NEARLY if plans.decision.spare[self._run.nodes.number] else 1)
         return rows >= part and self._own_part_done(plans).is_here()
 
     def _own_part_done(self, plans: WindowPlans) -> Rows:
@@ -345,7 +345,6 @@ class GroupTable:
         return self._run.link.within(call, self._run.progress.step_number)
 
     def begin_run(self, epochs: int) -> None:
-        """Called before the first epoch."""
         if (done := self._run.progress.position.epoch) >= epochs:
             self._run.notice(
                 f"This run has done {done} of its epochs, and {epochs} {'was' if epochs == 1 else 'were'} asked for:"
@@ -353,7 +352,6 @@ class GroupTable:
             )
 
     def end_of_epoch(self) -> None:
-        """Ends the epoch: all of its rows are done."""
         run = self._run
         assert run.loader is not None
         comes_next = run.loader.digest_of_next()
@@ -414,7 +412,6 @@ class GroupTable:
         return f", and the rows at {len(common)} of them were the same for all workers" if common else ""
 
     def end_early(self, folder: Path | None) -> NoReturn:
-        """The run was stopped: what is done is saved, and a sentence says where."""
         folder = folder or self._folder
         where = " Nothing was saved: name a folder for that, as in fleet.epochs(3, 'runs/mine')."
         if folder is not None:
@@ -426,19 +423,12 @@ class GroupTable:
         if (folder := folder or self._folder) is not None:
             self._save_once(folder)
 
-    def end_with_script(self) -> None:
-        """A script that closes nothing has ended: close() waits for what is still being written."""
-
     def _save_once(self, folder: Path) -> None:
         if self._saved_last != (folder, self._run.progress.step_number):
             self.save(folder, keep_last=2)
         self.wait_for_saves()
 
-    def end_for_all(self) -> None:
-        """The run ends here, though rows are left: all workers have found so."""
-
     def last_words(self) -> str:
-        """Where the run stands when it is stopped."""
         return f"Stopped after step {self._run.progress.step_number}."
 
     def request_stop(self) -> None:
@@ -466,7 +456,6 @@ class GroupTable:
         return means_of(total.names, total.figures, total.samples)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """The bytes of all workers who are here, in order of rank."""
         return self._run.link.gather_bytes(data)
 
     def save(self, folder: Path, keep_last: int) -> None:
@@ -511,7 +500,6 @@ class GroupTable:
             self._saves.wait_together()
 
     def close(self, error: BaseException | None) -> None:
-        """Finishes what is still being written, and leaves. `error`: what ended the loop."""
         run = self._run
         if isinstance(error, WorkerLost) or (error is not None and loss_of_peer(error) is not None):
             self._saves.one_is_gone()

@@ -41,7 +41,7 @@ from potluck.engine.replica import Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import Gradients, WholeGradients
-from potluck.engine.table import Outcome, RoundPlan, RoundWork, Took, Waits, Works, drive
+from potluck.engine.table import Outcome, RoundPlan, RoundWork, Table, Took, Waits, Works, drive
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import QUIET, TAKEN_BACK, why_leaving
 from potluck.errors import ConfigError, Interrupted, PotluckError
@@ -64,9 +64,7 @@ if TYPE_CHECKING:
     from potluck.engine.sharded import ShardedReplica
 
 
-class HostTable:
-    has_fixed_shares = True
-
+class HostTable(Table):
     def __init__(self, run: RunParts, listener: Listener) -> None:
         self.run = run
         self.listener = listener
@@ -80,7 +78,6 @@ class HostTable:
         """Parts of a round that are sent, in their order."""
         self._turn = 0
         """The member's when the round was planned."""
-        self._plan: RoundPlan | None = None
         self._means: Means | None = None
         self._heard_at = 0.0
         """When the host told what was agreed on."""
@@ -147,7 +144,7 @@ class HostTable:
         side = WindowSide(
             name=lambda: self.client.name,
             # The rest of a part that was cut is not cut again.
-            sees_end=lambda work, batches, rows: self.listener.wants_stop and self._can_be_cut,
+            sees_end=lambda plan, batches, rows: self.listener.wants_stop and plan.nodes[0][1] - plan.nodes[0][0] > 1,
             seeds=lambda plan, micro: (plan.version, micro.start),
             apply=self._take_mean,
             on_batch=lambda done: self.holder.announce("batch", done=done),
@@ -245,8 +242,7 @@ class HostTable:
             bounds=bounds,
             nodes=nodes,
         )
-        self._plan = self._with_batches(plan, work) if work.batch else plan
-        return self._plan
+        return self._with_batches(plan, work) if work.batch else plan
 
     def _with_batches(self, plan: RoundPlan, work: Work) -> RoundPlan:
         """The rows over which this worker steps by itself, in its own batches."""
@@ -264,11 +260,6 @@ class HostTable:
             for rows in even_batches(first, end, work.batch, loader.batch.size, in_pairs=in_pairs)
         )
         return replace(plan, batches=batches, part=end - first, stretch=stretch)
-
-    @property
-    def _can_be_cut(self) -> bool:
-        plan = self._plan
-        return plan is not None and plan.nodes[0][1] - plan.nodes[0][0] > 1
 
     def is_void(self, plan: RoundPlan) -> bool:
         member = self.member

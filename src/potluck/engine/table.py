@@ -185,6 +185,7 @@ class Table(Protocol):
     @property
     def has_fixed_shares(self) -> bool:
         """Whether each pipeline's part of a batch stays as it was at first."""
+        return True
 
     @property
     def rank(self) -> int:
@@ -197,6 +198,7 @@ class Table(Protocol):
     @property
     def is_replaying(self) -> bool:
         """Whether the step being applied was taken by others before this worker joined."""
+        return False
 
     # Preparing
 
@@ -225,6 +227,7 @@ class Table(Protocol):
 
     def a_pass(self) -> AbstractContextManager[None]:
         """Around a pass of the loop over its loader."""
+        return nullcontext()
 
     def parts_ways(self, plan: RoundPlan, micro: MicroBatch | None) -> bool:
         """Whether the others may be elsewhere in this round than this worker, which has come to this micro-batch."""
@@ -260,10 +263,12 @@ class Table(Protocol):
     def end_well(self, folder: Path | None) -> None: ...
 
     def end_with_script(self) -> None:
-        """A script that closes nothing has ended."""
+        """A script that closes nothing has ended: close() waits for what is still being written."""
+        return
 
     def end_for_all(self) -> None:
         """The run ends here, though rows are left: all workers have found so."""
+        return
 
     def last_words(self) -> str:
         """Where the run stands when it is stopped."""
