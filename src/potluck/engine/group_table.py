@@ -8,7 +8,6 @@ import math
 import os
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,7 +32,7 @@ from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.prepare import check_same_data
 from potluck.engine.replica import Replica
 from potluck.engine.run_parts import RunParts
-from potluck.engine.table import Outcome, RoundPlan, RoundWork, Table, Took, Waits, Works
+from potluck.engine.table import Awaited, Outcome, RoundPlan, RoundWork, Table, Took, Waits, Works
 from potluck.engine.together import StepTogether
 from potluck.engine.window_delta import WindowDelta
 from potluck.environment import ONLY
@@ -47,16 +46,6 @@ from potluck.words import say
 
 NEARLY = 0.9
 """The share of its part after which a replica that may continue beyond it says that nobody need wait for it."""
-
-
-@dataclass(slots=True)
-class _Sums:
-    """The sums of a step's gradients, on their way."""
-
-    work: StepTogether
-
-    def wait(self) -> tuple[float, float]:
-        return self.work.wait()
 
 
 class GroupTable(Table):
@@ -214,17 +203,16 @@ class GroupTable(Table):
         if run.link.world > 1 and not replica.gathers:
             synchronize(run.device)  # else busy would be the time to launch kernels
         busy_s, wait_s = time.perf_counter() - run.step.tally.started + work.optimizer_s, 0.0
+        sums, loss_sum = Awaited("The sums of a step's gradients, on their way", work.wait), None
         if work.runs_ahead:
             loss_sum = work.step_ahead()
-            gathering = run.link.start_gather(work.report(busy_s, sync_s=self._sync_s, loss_sum=loss_sum).to_row())
-        elif run.link.world > 1:
-            replica.start_sums()
-            gathering = run.link.start_gather(work.report(busy_s, sync_s=self._sync_s).to_row())
-            wait_s, _ = yield _Sums(work)
         else:
             replica.start_sums()
-            wait_s, loss_sum = yield _Sums(work)
-            gathering = run.link.start_gather(work.report(busy_s, sync_s=self._sync_s, loss_sum=loss_sum).to_row())
+            if run.link.world == 1:  # there is nothing beside which a report could travel
+                wait_s, loss_sum = yield sums
+        gathering = run.link.start_gather(work.report(busy_s, sync_s=self._sync_s, loss_sum=loss_sum).to_row())
+        if loss_sum is None:
+            wait_s, _ = yield sums
         rows = yield gathering
         reports = self._reports = [Report.from_row(row) for row in rows]
         if any(report.has_unused for report in reports):

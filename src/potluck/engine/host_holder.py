@@ -6,7 +6,7 @@ computed: a work (table.py) has the weights.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from potluck.engine.checkpointing import check_position, restore_position, take_
 from potluck.engine.evaluate import LookSums
 from potluck.engine.run_parts import RunParts
 from potluck.engine.state_transfer import StateTransfer
-from potluck.engine.table import Waits
+from potluck.engine.table import Awaited, Waits
 from potluck.fleet.description import Description
 from potluck.fleet.holder import ConnectionLost, Looked
 from potluck.fleet.listener import Listener, Means
@@ -27,39 +27,6 @@ from potluck.fleet.member_asks import MemberEvaluation
 from potluck.fleet.phases import enter_phase
 from potluck.save.saves import Saves
 from potluck.wire.messages import Applied, Message, Welcome
-
-
-@dataclass(frozen=True, slots=True)
-class Hearing:
-    """The next message of the host."""
-
-    listener: Listener
-    timeout_s: float
-
-    def wait(self) -> Message | ConnectionLost | None:
-        return self.listener.receive(timeout_s=self.timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Connecting:
-    """The host, where the connection to it was lost."""
-
-    listener: Listener
-
-    def wait(self) -> Welcome:
-        return self.listener.connect()
-
-
-@dataclass(frozen=True, slots=True)
-class Averaging:
-    """The means of a step, but for some parts."""
-
-    listener: Listener
-    step: int
-    without: frozenset[int]
-
-    def wait(self) -> Means | None:
-        return self.listener.take_means(self.step, self.without)
 
 
 class HostHolder:
@@ -105,15 +72,18 @@ class HostHolder:
         self.client.say(sentence)
 
     def hear(self, timeout_s: float) -> Waits[Message | ConnectionLost | None]:
-        heard: Message | ConnectionLost | None = yield Hearing(self._listener, timeout_s)
+        receive = partial(self._listener.receive, timeout_s)
+        heard: Message | ConnectionLost | None = yield Awaited("The next message of the host", receive)
         return heard
 
     def connect(self) -> Waits[Welcome]:
-        welcome: Welcome = yield Connecting(self._listener)
+        name = "The host, where the connection to it was lost"
+        welcome: Welcome = yield Awaited(name, self._listener.connect)
         return welcome
 
     def average(self, step: int, without: frozenset[int]) -> Waits[Means | None]:
-        means: Means | None = yield Averaging(self._listener, step, without)
+        take = partial(self._listener.take_means, step, without)
+        means: Means | None = yield Awaited("The means of a step, but for some parts", take)
         return means
 
     def pass_over_until(self, step: int) -> None:

@@ -61,11 +61,11 @@ class Round:
         tell_with("round", tell)
 
     def _account(self) -> Told:
-        """For `potluck why`: the Wait that the story stands at, in the words of its class."""
+        """For `potluck why`: the Wait that the story stands at, by its name, or in the words of its class."""
         if (now := self._waiting) is None:
             return "", ["The loop computes, or does something of its own."]
         wait, since = now
-        what = (type(wait).__doc__ or type(wait).__name__).splitlines()[0].rstrip(".")
+        what = getattr(wait, "what", "") or (type(wait).__doc__ or type(wait).__name__).splitlines()[0].rstrip(".")
         return "", [f"For {duration(time.monotonic() - since)} the round has waited for: {what}."]
 
     # The story

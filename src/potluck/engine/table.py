@@ -33,6 +33,14 @@ class Wait(Protocol):
         """Blocks until it is here. A virtual clock answers in its place."""
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A Wait by its name, as `potluck why` says it; one of a link's has its class's first sentence."""
+
+    what: str
+    wait: Callable[[], Any]
+
+
 Waits = Generator[Wait, Any, T]
 """A part of a story: it yields what it waits for, and is sent what that came to."""
 
