@@ -294,7 +294,7 @@ class HostTable(Table):
             samples=committed.samples,
             loss=committed.loss,
             skipped=int(told.get("skipped", 0)),
-            overflow=overflow_of(told),
+            fault=overflow_of(told) if self.run.step.scale.is_on else None,
             stops=bool(committed.stop),
             workers=tuple(WorkerStep(**row) for row in workers),
             seconds=told["seconds"],

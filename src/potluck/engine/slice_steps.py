@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -40,7 +41,7 @@ class SliceSteps(RoundWork):
         self._gradients = gradients
         self.sums = SliceSums(replica.model, gradients, replica.link, sender.send)
         self.sums.before_last_part = self._send_used
-        self.sums.send_exact = self._send_exact
+        self.sums.send_exact = lambda exact: self._send_beside(buffers=exact)
         self.slices: list[int] = []
         self._reports: dict[int, tuple[float, float]] = {}
         """Of each slice: the samples of this rank's rows, and the sum of their losses."""
@@ -157,8 +158,7 @@ class SliceSteps(RoundWork):
         """The mean gradient goes to the optimizer, or all skip it."""
         run, sums = self._run, self.sums
         norm = self._gradients.load(outcome.means, outcome.used)
-        overflow = outcome.overflow if run.step.scale.is_on else None
-        decision = decide_mean(outcome.samples, outcome.loss, norm, 1.0, run.config.clip, overflow)
+        decision = decide_mean(outcome.samples, outcome.loss, norm, 1.0, run.config.clip, outcome.fault)
         run.step.scale.learn(outcome.samples, outcome.rows)
         if decision.fault is not None:
             sums.restore_buffers()
@@ -196,9 +196,8 @@ class SliceSteps(RoundWork):
         synchronize(self._run.device)
         busy_s = time.perf_counter() - self._started
         self._holder.member.check_weights(in_step=True)  # before the last part, without which nothing is committed
-        none, overflowed = np.zeros(0), self._has_overflowed()
-        report = SliceReport(self._version, none.astype("<u4"), none, none, busy_s, self._gradients.used_bits())
-        self._holder.send(replace(report, overflowed=1) if overflowed else report)
+        overflowed = self._has_overflowed()
+        self._send_beside(busy_s, self._gradients.used_bits(), overflowed=int(overflowed))
 
     def _has_overflowed(self) -> bool:
         """Here, or on another rank of this worker."""
@@ -206,9 +205,10 @@ class SliceSteps(RoundWork):
             return False
         return any(row[0] for row in self._replica.link.gather_rows([float(self.sums.has_overflowed)]))
 
-    def _send_exact(self, exact: bytes) -> None:
+    def _send_beside(self, busy_s: float = 0.0, used: bytes = b"", **beside: Any) -> None:
+        """Send a report of no slice."""
         none = np.zeros(0)
-        self._holder.send(SliceReport(self._version, none.astype("<u4"), none, none, 0.0, b"", buffers=exact))
+        self._holder.send(SliceReport(self._version, none.astype("<u4"), none, none, busy_s, used, **beside))
 
     @property
     def _version(self) -> int:

@@ -106,7 +106,7 @@ class Outcome:
     samples: float
     loss: float
     fault: str | None = None
-    """Why its gradient is of no use, as far as the reports say so."""
+    """Why its gradient is of no use, as far as the reports say so: a loss is not finite, or one had no room in fp16."""
     end: int | None = None
     """The row of the epoch that it ends at, where a loop left some out, or has no loader."""
     skipped: int = 0
@@ -116,8 +116,6 @@ class Outcome:
     """Rows that were computed for it, in every turn of their batch."""
     own_samples: float = 0.0
     """In a group: the samples of this replica's part of it."""
-    overflow: str | None = None
-    """That a gradient had no room in fp16, and whose, where that is so."""
     stops: bool = False
     """Whether all workers stop here."""
     workers: tuple[WorkerStep, ...] = ()
