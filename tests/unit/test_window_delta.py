@@ -120,7 +120,7 @@ def test_in_the_middle_of_a_window_others_see_what_was_agreed_on() -> None:
         model.load_state_dict(copy.deepcopy(make_model(seed=7).state_dict()))
         changes.start_anew()
     assert_same(state(model), make_model(seed=7).state_dict())
-    assert not changes.is_open
+    assert changes.is_agreed
 
 
 def test_parameters_that_cannot_travel_are_refused() -> None:

@@ -47,8 +47,6 @@ class SliceSteps(RoundWork):
         """Of each slice: the samples of this rank's rows, and the sum of their losses."""
         self._loss = self._samples = 0.0
         self._plan: RoundPlan | None = None
-        self._at = 0
-        """How many slices were given out."""
         self._started = 0.0
         self._usual: list[int] = []
         """The slices of the last step that were given to this worker at first."""
@@ -95,7 +93,7 @@ class SliceSteps(RoundWork):
 
     def begin(self, plan: RoundPlan) -> None:
         self._sender.begin()
-        self._plan, self._reports, self._at = plan, {}, 0
+        self._plan, self._reports = plan, {}
         self.slices = self.sums.begin(plan.nodes)
         if plan.version != self._usual_at:  # else it is what a lost worker had of the same step
             self._usual, self._usual_at = self.slices, plan.version
@@ -103,16 +101,14 @@ class SliceSteps(RoundWork):
 
     def next(self) -> Give | None:
         """One for each slice. Of several ranks, each gets some of its rows, or some that do not count."""
-        plan, index = self._plan, self._at
-        if plan is None or index >= len(self.slices):
+        plan, sums = self._plan, self.sums
+        if plan is None or sums.is_last_slice:
             return None
-        self._at += 1
-        self.sums.start_slice()
+        sums.start_slice()
         self._replica.disarm()
         self._loss = self._samples = 0.0
-        own = self._own_rows(*plan.bounds[self.slices[index]])
-        is_last = index == len(self.slices) - 1
-        return Give(replace(own, last=is_last, step_end=plan.row + plan.rows, number=index))
+        own = self._own_rows(*plan.bounds[self.slices[sums.at]])
+        return Give(replace(own, last=sums.is_last_slice, step_end=plan.row + plan.rows, number=sums.at))
 
     def _own_rows(self, start: int, end: int) -> MicroBatch:
         link, in_pairs = self._replica.link, self._run.batch_norm is not None

@@ -195,7 +195,8 @@ class SliceSums:
         self._next = 0
         """The part that is completed next."""
         self._schedule: list[tuple[int, int, bool]] = []
-        self._at = 0
+        self.at = 0
+        """The slice that is computed, by its place among those of this work; -1: none was begun."""
         self._before: list[Tensor] = []
         self._changes: list[Tensor] = []
         self._changes_done: list[Tensor] = []
@@ -209,7 +210,8 @@ class SliceSums:
 
     @property
     def is_last_slice(self) -> bool:
-        return self._at == len(self._schedule) - 1
+        """Whether it is the last, or there is none to compute."""
+        return self.at == len(self._schedule) - 1
 
     def begin(self, nodes: Sequence[Node]) -> list[int]:
         """The slices to compute, in order."""
@@ -219,13 +221,13 @@ class SliceSums:
             for node in nodes
             for number, count in zip(range(*node), merges(node), strict=True)
         ]
-        self._at = -1
+        self.at = -1
         self.has_overflowed = False
         self._gradients.start_work()
         return [number for number, _, _ in self._schedule]
 
     def start_slice(self) -> None:
-        self._at += 1
+        self.at += 1
         self._next = 0
         self._gradients.start_slice()
         if not self._before:
@@ -275,7 +277,7 @@ class SliceSums:
             return
         total = sum(row[0] for row in self._link.gather_rows([samples]))
         self._buffers.average(self._link, samples / total if total else 0.0, self._before)
-        number, count, ends_node = self._schedule[self._at]
+        number, count, ends_node = self._schedule[self.at]
         value, exact = self._buffers.for_host(self._before, total * unit)
         if number == 0 and exact:
             self.send_exact(exact)
@@ -291,7 +293,7 @@ class SliceSums:
         if self.may_overflow and not sums.flat.isfinite().all():
             sums.flat.zero_()
             self.has_overflowed = True
-        _, count, ends_node = self._schedule[self._at]
+        _, count, ends_node = self._schedule[self.at]
         sums.add(count, ends_node=ends_node, is_last=self.is_last_slice)
         if self.is_last_slice:
             if self._next == len(self._gradients.parts):

@@ -53,8 +53,6 @@ class WindowDelta:
         self._weight = 0.0
         self._forgotten = 0
         """How often forget() was called."""
-        self.is_open = False
-        """Whether a part is under way."""
         self.is_agreed = True
         """Where changes travel: whether the parameters are what all agreed on last."""
         self.is_pending = False
@@ -76,7 +74,6 @@ class WindowDelta:
         if not self.is_agreed:  # a part that was begun before will never be sent
             self._go_back()
         self._agreed_buffers = self._buffers.copy()
-        self.is_open = True
         if not self._mean.of_changes:
             return
         self._mean.clear()  # what left last lies where this part's beginning is kept
@@ -91,7 +88,7 @@ class WindowDelta:
     @torch.no_grad()
     def end(self, weight: float) -> None:
         """The part is done, and leaves by its weight. Where changes travel, this replica is back where all began."""
-        self._weight, self.is_open, self.is_pending = weight, False, True
+        self._weight, self.is_pending = weight, True
         self._replica.before_parts_are_used()
         self._mean.clear()
         for index, flat in enumerate(self._flats):
@@ -176,8 +173,7 @@ class WindowDelta:
         self._mean.start_anew(self._replica.outer, self._flats)
 
     def _clear(self) -> None:
-        self.is_open = self.is_pending = False
-        self.is_agreed, self._weight = True, 0.0
+        self.is_agreed, self.is_pending, self._weight = True, False, 0.0
         self._forgotten += 1
 
     @contextmanager
@@ -188,15 +184,14 @@ class WindowDelta:
             return
         self._replica.before_parts_are_used()
         tensors = [*self._buffers.now(), *(tensor for flat in self._flats for tensor in flat.tensors)]
-        own, forgotten, is_open = [tensor.clone() for tensor in tensors], self._forgotten, self.is_open
+        own, forgotten = [tensor.clone() for tensor in tensors], self._forgotten
         with torch.no_grad():
             self._go_back()
-        self.is_open = False
         try:
             yield
         finally:
             if forgotten == self._forgotten:  # else the window was lost meanwhile, with the connection
-                self.is_open, self.is_agreed = is_open, False
+                self.is_agreed = False
                 with torch.no_grad():
                     torch._foreach_copy_(tensors, own)
                 self._replica.on_parts_written()
