@@ -200,9 +200,9 @@ def steep(place: Path, *, dies_at: int = 0) -> None:
                 die(place, "fp16")
             time.sleep(0.03)
             scales = (place / f"{os.environ['POTLUCK_NAME']}.scales").open("a")
-            print(engine.step_number, engine.run.scale.value, file=scales)
+            print(engine.step_number, engine.run.step.scale.value, file=scales)
 
-        engine.run.scale.value = 2.0**22
+        engine.run.step.scale.value = 2.0**22
         engine.after_agreement.append(look)
         return prepare(engine, *given, **options)
 
