@@ -38,9 +38,9 @@ def measure_as_rank(rounds: str, invite: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from bench.contenders import GPT_20M, Bare, Led, Task, distance, parameters_of
-    from potluck.engine.weight_hash import digest
     from potluck.environment import QUIET
     from potluck.fleet.invite import INVITE
+    from potluck.replica.weight_hash import digest
 
     os.environ |= {INVITE: invite, QUIET: "1", "POTLUCK_NAME": f"rank {dist.get_rank()}"}
     task = Task(model=GPT_20M, rows_per_rank=1, steps=WARM_UP_STEPS + int(rounds))

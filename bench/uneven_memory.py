@@ -83,7 +83,7 @@ def _largest(side: str, dim: int, small_bytes: int) -> int:
 
 def _trains(side: str, dim: int, small_bytes: int, layers: int) -> bool:
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch", "torch._dynamo", "potluck.train.recipe", "potluck.engine.sharded"])
+    server.set_forkserver_preload(["torch", "torch._dynamo", "potluck.train.recipe", "potluck.replica.sharded"])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         ranks = [
             server.Process(target=_be, args=(rank, folder, side, dim, layers, small_bytes * share))
@@ -164,8 +164,8 @@ def _leave_words(folder: str, rank: int) -> None:
 def _train(side: str, dim: int, layers: int, limit_bytes: int | None) -> None:
     import torch
 
-    from potluck.engine.precision import StepConfig, switch_on
-    from potluck.engine.sharded import shard_over
+    from potluck.replica.precision import StepConfig, switch_on
+    from potluck.replica.sharded import shard_over
     from potluck.sharding.strategy import FullShard
     from potluck.train.model import GPT, next_token_loss
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from potluck.data.loader import Loader
     from potluck.data.plan import BatchConfig
     from potluck.engine.engine import Engine
-    from potluck.engine.precision import StepConfig
     from potluck.engine.start import init
+    from potluck.replica.precision import StepConfig
     from potluck.save.checkpoint import CheckpointConfig
     from potluck.sharding.optimizer_shard import OptimizerShard
     from potluck.sharding.splitting import shard
@@ -35,7 +35,7 @@ _HOMES = {
     "data.plan": ("BatchConfig",),
     "engine.engine": ("Engine",),
     "engine.start": ("init",),
-    "engine.precision": ("StepConfig",),
+    "replica.precision": ("StepConfig",),
     "save.checkpoint": ("CheckpointConfig",),
     "sharding.optimizer_shard": ("OptimizerShard",),
     "sharding.splitting": ("shard",),

@@ -105,7 +105,7 @@ def an_average_seen(place: Path, end: Any = die) -> None:
 
 
 def while_applying(place: Path, end: Any = die) -> None:
-    from potluck.engine.replica import Replica
+    from potluck.replica.replica import Replica
 
     apply, steps = Replica.apply, []
 

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from potluck.data.plan import BatchConfig
-from potluck.engine.replica import StepConfig
 from potluck.errors import Interrupted, WorkerLost
 from potluck.events import Event
 from potluck.fleet.coordinator import Coordinator
@@ -33,6 +32,7 @@ from potluck.fleet.ledger import prove
 from potluck.fleet.membership import WorkerPhase
 from potluck.fleet.server import Server
 from potluck.link.link import loss_of_peer
+from potluck.replica.replica import StepConfig
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.parts import whole_tensors
 from potluck.sharding.strategy import HybridShard

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from potluck.agree.policy import Cadence
-from potluck.engine.precision import StepConfig
+from potluck.replica.precision import StepConfig
 from potluck.sharding.strategy import FullShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import PHASES
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, STEPS, Fleet, assert_same

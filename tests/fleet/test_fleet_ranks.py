@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from potluck.agree.policy import ApplyPolicy, Cadence, Sync
-from potluck.engine.replica import StepConfig
 from potluck.events import CheckpointSaved
+from potluck.replica.replica import StepConfig
 from potluck.sharding.strategy import FullShard, ShardGradOp, ShardingStrategy
 from tests.fleet.faults import at
 from tests.fleet.fleet import BATCH, EPOCHS, Fleet, build, stop, wait_until

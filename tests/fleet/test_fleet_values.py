@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 import potluck
 from potluck.agree.loss_scale import most_falls
-from potluck.engine.precision import StepConfig
 from potluck.events import Validated, WorkerWent
+from potluck.replica.precision import StepConfig
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.save.checkpoint_folder import found
 from tests.fleet.fleet import EPOCHS, STEPS, Fleet, assert_same, die

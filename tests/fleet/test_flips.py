@@ -12,10 +12,10 @@ import torch
 
 from potluck.agree.policy import Cadence
 from potluck.devices import kind_of
-from potluck.engine.weight_hash import digest
 from potluck.events import EpochDone, Stalled, WorkerCame
 from potluck.fleet.description import Description, settings_of
 from potluck.fleet.journal import Journal
+from potluck.replica.weight_hash import digest
 from tests.fleet import fleet as real
 from tests.fleet.faults import COORDINATOR, FLIPS, flips_before_joining_again
 from tests.fleet.fleet import Worker as RealWorker

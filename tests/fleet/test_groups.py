@@ -12,7 +12,6 @@ import torch
 from potluck.agree.policy import Cadence, Sync
 from potluck.agree.records import Report
 from potluck.agree.windows import RowPool
-from potluck.engine.buckets import GradBuckets
 from potluck.engine.group_plans import SyncPlans, WindowPlans
 from potluck.engine.group_table import GroupTable
 from potluck.engine.table import RoundPlan
@@ -20,6 +19,7 @@ from potluck.engine.window_delta import WindowDelta
 from potluck.errors import WorkerLost
 from potluck.fleet.ledger import Ledger
 from potluck.link.link import Done
+from potluck.replica.buckets import GradBuckets
 from tests.fleet.seeds import hurried, seeds
 from tests.fleet.simulation import GROUP, HANG_S, again
 from tests.fleet.virtual.group import Faults, Group, Pace, Rank

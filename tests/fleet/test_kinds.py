@@ -9,8 +9,8 @@ import pytest
 import torch.nn.functional as F
 
 from potluck.agree.policy import Async, Auto, Cadence, Sync
-from potluck.engine.replica import StepConfig
 from potluck.events import CheckpointSaved, Decided, Validated
+from potluck.replica.replica import StepConfig
 from potluck.save.checkpoint import CheckpointConfig
 from potluck.sharding.strategy import FullShard, HybridShard, ShardGradOp
 from potluck.train.schedule import ScheduleConfig

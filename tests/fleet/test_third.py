@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from potluck.engine.model_checks import describe_model
-from potluck.engine.weight_hash import digest
+from potluck.replica.model_checks import describe_model
+from potluck.replica.weight_hash import digest
 from potluck.save import checkpoint_folder
 from tests.fleet import third
 from tests.fleet.fleet import BATCH, EPOCHS, ROWS, SLICES, STEPS, Fleet, build, wait_until

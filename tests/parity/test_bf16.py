@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import potluck
 from potluck import FullShard, HybridShard, NoShard, Pipeline, ShardGradOp, StepConfig
 from potluck.data.rows import mix
-from potluck.engine.precision import switch_on
+from potluck.replica.precision import switch_on
 from potluck.stages import stage_planner
 from tests.gathered import gathered, home
 from tests.parity.test_sync import STILL

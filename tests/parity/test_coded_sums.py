@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import potluck
 from potluck import FullShard, HybridShard, NoShard, ShardGradOp, Sync
 from potluck.coded_numbers import CODINGS
-from potluck.engine.buckets import GradBuckets
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import ByCollectives, CodedSums, _CodedSum
 from potluck.link.link import Done, GroupLink
+from potluck.replica.buckets import GradBuckets
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.fsdp_collectives import CodedScatter
 from tests.gathered import sharded_of

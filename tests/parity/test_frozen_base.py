@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, Direct, FullShard, ShardGradOp, Stages
-from potluck.engine.frozen_base import find_base
 from potluck.environment import RENDEZVOUS
 from potluck.errors import CheckpointError
+from potluck.replica.frozen_base import find_base
 from potluck.save import checkpoint_folder
 from potluck.save.export import export
 from potluck.stages import stage_planner

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import potluck
 from potluck import Async, Auto, Cadence, StepConfig
 from potluck.agree.costs import WindowCosts
-from potluck.engine.moments import Moments, can_average, look_at_state
 from potluck.events import Decided, EpochDone
+from potluck.replica.moments import Moments, can_average, look_at_state
 from potluck.sharding.runs import FlatRun, Span
 from tests.parity.test_cadence import ROWS, make, state, through, whole
 from tests.parity.test_sync import OPTIMIZERS as KNOWN

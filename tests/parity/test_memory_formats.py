@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import FullShard, NoShard, ShardGradOp, StepConfig
-from potluck.engine.moments import Moments
+from potluck.replica.moments import Moments
 from potluck.sharding.runs import FlatRun, Span
 from tests.ranks import run_ranks
 

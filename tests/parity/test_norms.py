@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import potluck
 from potluck import Cadence, Direct, FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
-from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
+from potluck.replica.replica import Replica
 from potluck.sharding.runs import total_norm
 from tests.fleet.fleet import Fleet
 from tests.quick import first_of

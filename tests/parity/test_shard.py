@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 import potluck
 from potluck import FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
 from potluck.data.rows import mix
-from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, StepSkipped
 from potluck.link.link import connect
+from potluck.replica.replica import Replica
 from potluck.sharding import collectives, runs
 from tests.gathered import gathered
 from tests.quick import first_of

@@ -645,7 +645,7 @@ def test_what_the_backend_cannot_do_is_not_blamed_on_a_peer() -> None:
 
 
 def several_buckets() -> dict[str, Any]:
-    from potluck.engine import buckets
+    from potluck.replica import buckets
 
     buckets.BUCKET_BYTES = buckets.FIRST_BYTES = 16  # less than any parameter
     with potluck.init(STILL) as fleet:

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import potluck
 from potluck import Direct, ShardGradOp, Stages, Sync
-from potluck.engine.precision import StepConfig, switch_on
-from potluck.engine.replica import find_blocks
-from potluck.engine.sharded import shard_over
 from potluck.errors import ConfigError
 from potluck.link.link import connect
+from potluck.replica.precision import StepConfig, switch_on
+from potluck.replica.replica import find_blocks
+from potluck.replica.sharded import shard_over
 from potluck.sharding import splitting
 from potluck.sharding.optimizer_shard import OptimizerShard
 from potluck.sharding.sharded import SplitRequest

@@ -1,9 +1,9 @@
 import torch
 from torch import nn
 
-from potluck.engine import buckets
-from potluck.engine.buckets import find_units, group_units
-from potluck.engine.replica import find_blocks
+from potluck.replica import buckets
+from potluck.replica.buckets import find_units, group_units
+from potluck.replica.replica import find_blocks
 from potluck.train.model import GPT, ModelConfig
 
 

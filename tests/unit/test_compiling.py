@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import potluck
-from potluck.engine import compiling
-from potluck.engine.compiling import Compiling
+from potluck.replica import compiling
+from potluck.replica.compiling import Compiling
 
 
 class Block(nn.Module):

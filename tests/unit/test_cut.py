@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from potluck.engine.precision import StepConfig, switch_on
 from potluck.errors import ConfigError
+from potluck.replica.precision import StepConfig, switch_on
 from potluck.sharding.blocks import find_blocks
 from potluck.stages.chain import chain_of, find_chain, parameters_of
 from potluck.stages.cut import CutStage, cut, used_by

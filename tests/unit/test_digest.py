@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from potluck.engine.weight_hash import digest, digest_and_quick_digest, digest_sums_of_piece, hash_sums, quick_digest
+from potluck.replica.weight_hash import digest, digest_and_quick_digest, digest_sums_of_piece, hash_sums, quick_digest
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 

@@ -30,7 +30,8 @@ BELOW = {
     "data": "agree fleet",
     "page": "agree fleet show wire",
     "save": "agree fleet link sharding stages store",
-    "engine": "agree composition data fleet link save sharding show stages store trackers wire",
+    "replica": "agree data fleet link sharding stages",
+    "engine": "agree composition data fleet link replica save sharding show stages store trackers wire",
     # The front; test_border.py says which modules of the core these are. `public` is what `from potluck import` gives.
     "train": "public data save show trackers",
     "integrations": "public data",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from potluck.engine.precision import Masters
+from potluck.replica.precision import Masters
 
 
 class Net(nn.Module):

@@ -17,7 +17,6 @@ from potluck.agree.policy import Cadence
 from potluck.composition import Wanted
 from potluck.engine.node_listener import NodeListener
 from potluck.engine.node_sums import NodeParts
-from potluck.engine.precision import StepConfig
 from potluck.engine.start import hosted_engine
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, PotluckError
@@ -27,6 +26,7 @@ from potluck.fleet.holder import ConnectionLost
 from potluck.fleet.invite import Invite
 from potluck.link.link import connect
 from potluck.link.ranks import NODE, RANKS, Request, asked_ranks, is_later_rank, meet, ranks_here
+from potluck.replica.precision import StepConfig
 from potluck.sharding.strategy import HybridShard
 from potluck.wire.codec import encode
 from potluck.wire.messages import (

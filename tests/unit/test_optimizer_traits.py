@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from potluck.engine.moments import look_at_state
+from potluck.replica.moments import look_at_state
 from potluck.sharding.optimizer_traits import COUNTERS, FIRST, SECOND, TRAITS, is_elementwise, traits_of
 
 VARIANTS: dict[type, dict[str, Any]] = {

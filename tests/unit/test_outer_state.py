@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from potluck.engine.replica import Replica, StepConfig
 from potluck.link.link import Alone
+from potluck.replica.replica import Replica, StepConfig
 from potluck.save import parts, state
 from potluck.save.checkpoint import write_tensors
 from potluck.save.checkpoint_folder import AVERAGE

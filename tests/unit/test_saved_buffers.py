@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from potluck.engine.buffers import MOST_EXACT_BYTES, SavedBuffers
 from potluck.errors import ConfigError, PotluckError
+from potluck.replica.buffers import MOST_EXACT_BYTES, SavedBuffers
 from tests.ranks import run_ranks
 
 INF, NAN = math.inf, math.nan

@@ -10,10 +10,10 @@ from potluck.coded_numbers import CODINGS, Coding
 from potluck.coded_tensors import round_
 from potluck.engine import slices
 from potluck.engine.means import HostMean
-from potluck.engine.replica import Replica, StepConfig
 from potluck.engine.window_delta import AT_ONCE, WindowDelta, difference_
 from potluck.errors import ConfigError
 from potluck.link.link import Alone
+from potluck.replica.replica import Replica, StepConfig
 
 
 def make_model(seed: int = 0) -> nn.Module:

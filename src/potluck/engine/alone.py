@@ -19,11 +19,11 @@ from potluck.data.plan import MicroBatch
 from potluck.data.rows import mix
 from potluck.devices import synchronize
 from potluck.engine.figures import WindowFigures
-from potluck.engine.replica import Agreed, Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan, RoundWork
 from potluck.engine.window_delta import WindowDelta
 from potluck.events import StepSkipped
+from potluck.replica.replica import Agreed, Replica
 
 
 @dataclass(kw_only=True, slots=True)

@@ -22,8 +22,8 @@ from potluck.sharding.sharded import Sharded
 from potluck.words import plural
 
 if TYPE_CHECKING:
-    from potluck.engine.replica import Replica
     from potluck.engine.run_parts import RunParts
+    from potluck.replica.replica import Replica
 
 Save = Callable[[KeptTensors], Any]
 """Gives what JSON can hold, and puts tensors into the dictionary; None: this checkpoint has nothing under the name."""

@@ -39,16 +39,10 @@ from potluck.data.plan import BatchConfig
 from potluck.data.source import AskedData, DataSource, held_out, source_of
 from potluck.engine import own_values
 from potluck.engine.checkpointing import shadow_saving
-from potluck.engine.compiling import Compiling, expect_any_rows
 from potluck.engine.engine_parts import make_replica, over_group
 from potluck.engine.eval_weights import WeightAverage
-from potluck.engine.evaluate import LossFunction
-from potluck.engine.frozen_base import agree_on_base, find_base
 from potluck.engine.handle import Handle
-from potluck.engine.model_checks import check_dense, check_model, check_no_writes, find_batch_norm
-from potluck.engine.precision import StepConfig, keep_masters
 from potluck.engine.prepare import Given, training_settings, warn_of_single_rows
-from potluck.engine.replica import Replica
 from potluck.engine.round import Round
 from potluck.engine.run_parts import RunParts
 from potluck.engine.scheduled import Scheduled
@@ -56,6 +50,12 @@ from potluck.engine.table import Table
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, EventFile, StepDone, StepSkipped
 from potluck.link.link import Alone, Link
+from potluck.replica.compiling import Compiling, expect_any_rows
+from potluck.replica.evaluate import LossFunction
+from potluck.replica.frozen_base import agree_on_base, find_base
+from potluck.replica.model_checks import check_dense, check_model, check_no_writes, find_batch_norm
+from potluck.replica.precision import StepConfig, keep_masters
+from potluck.replica.replica import Replica
 from potluck.save.run_folder import make_run_folder
 from potluck.sharding.runs import sees_nothing
 from potluck.sharding.strategy import NoShard, ShardingStrategy

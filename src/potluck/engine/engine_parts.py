@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from potluck.coded_numbers import coding_of
 from potluck.data.source import DataSource
-from potluck.engine.evaluate import LossFunction
 from potluck.engine.group_table import GroupTable
-from potluck.engine.replica import GradientForm, Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Table
 from potluck.link.grid import make_nodes
+from potluck.replica.evaluate import LossFunction
+from potluck.replica.replica import GradientForm, Replica
 from potluck.save.saves import Saves
 from potluck.sharding.blocks import find_blocks, fits_fully_shard
 from potluck.sharding.strategy import ShardingStrategy
@@ -90,12 +90,12 @@ def make_replica(
 
 def _class_of(run: RunParts, split: ShardingStrategy | None) -> type[Replica]:
     if run.grid.is_cut:
-        from potluck.engine.staged import StagedReplica, StagedShardedReplica
+        from potluck.replica.staged import StagedReplica, StagedShardedReplica
 
         return StagedReplica if split is None else StagedShardedReplica
     if split is None:
         return Replica
-    from potluck.engine.sharded import ShardedReplica
+    from potluck.replica.sharded import ShardedReplica
 
     return ShardedReplica
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
+from potluck.replica.replica import Replica
 from potluck.save.checkpoint_folder import AVERAGE
 from potluck.sharding.optimizer_traits import TRAIN_MODE, has_eval_weights
 from potluck.sharding.united_optimizers import each_of

@@ -11,12 +11,12 @@ from potluck.agree.windows import RowPool, WindowPlan, rows_left_after, stretch_
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, BatchShare, MicroBatch, even_batches, plan_step
 from potluck.data.source import DataSource
-from potluck.engine.moments import Moments
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import RoundPlan
 from potluck.errors import CheckpointError, ConfigError
 from potluck.events import Decided
 from potluck.link.grid import Nodes
+from potluck.replica.moments import Moments
 from potluck.words import plural
 
 

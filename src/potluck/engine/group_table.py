@@ -25,12 +25,9 @@ from potluck.data.source import DataSource, HeldOut
 from potluck.devices import synchronize
 from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.checkpointing import check_position, restore_position, take_position
-from potluck.engine.evaluate import Figures, LossFunction, add_up, looking, means_of
 from potluck.engine.group_plans import SyncPlans, WindowPlans
 from potluck.engine.means import CodedLinkMean, LinkMean
-from potluck.engine.moments import Moments, are_averaged
 from potluck.engine.prepare import check_same_data
-from potluck.engine.replica import Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Awaited, Outcome, RoundPlan, RoundWork, Table, Took, Waits, Works
 from potluck.engine.together import StepTogether
@@ -40,6 +37,9 @@ from potluck.errors import Interrupted, WorkerLost
 from potluck.events import EpochDone, WorkerStep
 from potluck.fleet.ledger import prove
 from potluck.link.link import Alone, Pending, Rows, loss_of_peer
+from potluck.replica.evaluate import Figures, LossFunction, add_up, looking, means_of
+from potluck.replica.moments import Moments, are_averaged
+from potluck.replica.replica import Replica
 from potluck.save.parts import is_in_parts, whole_state
 from potluck.save.saves import Saves
 from potluck.words import say

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from potluck.agree.records import Position
 from potluck.composition import Wanted
-from potluck.engine.precision import autocast
 from potluck.errors import ConfigError
 from potluck.events import EpochDone, EventLog, Heard, StepDone
+from potluck.replica.precision import autocast
 from potluck.save.state import UserState
 
 if TYPE_CHECKING:

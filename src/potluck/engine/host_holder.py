@@ -15,7 +15,6 @@ import torch
 
 from potluck.agree.records import Position
 from potluck.engine.checkpointing import check_position, restore_position, take_position
-from potluck.engine.evaluate import LookSums
 from potluck.engine.run_parts import RunParts
 from potluck.engine.state_transfer import StateTransfer
 from potluck.engine.table import Awaited, Waits
@@ -25,6 +24,7 @@ from potluck.fleet.listener import Listener, Means
 from potluck.fleet.member import Member
 from potluck.fleet.member_asks import MemberEvaluation
 from potluck.fleet.phases import enter_phase
+from potluck.replica.evaluate import LookSums
 from potluck.save.saves import Saves
 from potluck.wire.messages import Applied, Message, Welcome
 

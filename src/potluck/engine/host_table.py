@@ -27,17 +27,12 @@ from potluck.data.plan import BatchConfig, MicroBatch, even_batches, plan_step
 from potluck.data.rows import arrived, read_batch
 from potluck.data.source import DataSource, HeldOut
 from potluck.engine.alone import StepAlone, WindowSide
-from potluck.engine.buffers import SavedBuffers
-from potluck.engine.evaluate import Figures, LookSums, LossFunction, add_up, looking, means_of
 from potluck.engine.host_holder import HostHolder
 from potluck.engine.means import HostMean
-from potluck.engine.model_checks import describe_model, state_specs
-from potluck.engine.moments import are_averaged
 from potluck.engine.node_listener import NodeListener
 from potluck.engine.node_sums import CollectParts, SplitGradients
 from potluck.engine.part_sender import PartSender
 from potluck.engine.prepare import check_same_data
-from potluck.engine.replica import Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.slice_steps import SliceSteps
 from potluck.engine.slices import Gradients, WholeGradients
@@ -52,6 +47,11 @@ from potluck.fleet.listener import Listener, Means
 from potluck.fleet.member import overflow_of
 from potluck.fleet.tree import sized_rows, slice_rows
 from potluck.machine_use import UseWatch
+from potluck.replica.buffers import SavedBuffers
+from potluck.replica.evaluate import Figures, LookSums, LossFunction, add_up, looking, means_of
+from potluck.replica.model_checks import describe_model, state_specs
+from potluck.replica.moments import are_averaged
+from potluck.replica.replica import Replica
 from potluck.save.parts import saved_part, whole_state
 from potluck.signals import is_taken_back, on_interrupt
 from potluck.tensor_bytes import join_bytes, split_bytes
@@ -59,9 +59,9 @@ from potluck.wire.messages import SliceReport, Using, Work, Wrote
 from potluck.wire.words import clean_all
 
 if TYPE_CHECKING:
-    from potluck.engine.buckets import Allocate
     from potluck.engine.joined_view import JoinedView
-    from potluck.engine.sharded import ShardedReplica
+    from potluck.replica.buckets import Allocate
+    from potluck.replica.sharded import ShardedReplica
 
 
 class HostTable(Table):

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from potluck.coded_numbers import Coding
 from potluck.coded_tensors import round_
-from potluck.engine.buckets import Allocate, split_like
-from potluck.engine.buffers import SavedBuffers
-from potluck.engine.moments import HostMoments
-from potluck.engine.outer_state import PREFIX, OuterState
-from potluck.engine.replica import Replica
 from potluck.engine.slices import check_float32, plan_parts
 from potluck.errors import ConfigError
 from potluck.fleet.description import Part
 from potluck.link.link import Link, Pending
+from potluck.replica.buckets import Allocate, split_like
+from potluck.replica.buffers import SavedBuffers
+from potluck.replica.moments import HostMoments
+from potluck.replica.outer_state import PREFIX, OuterState
+from potluck.replica.replica import Replica
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import FlatRun
 

@@ -19,7 +19,7 @@ from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import ROOM, FlatRun, norms_of
 
 if TYPE_CHECKING:
-    from potluck.engine.sharded import ShardedReplica
+    from potluck.replica.sharded import ShardedReplica
 
 Stretch = tuple[int, int]
 """Numbers of a part, from the first up to and without the last."""

@@ -11,9 +11,9 @@ from potluck.agree.loss_scale import LossScale
 from potluck.agree.step_report import StepDecision
 from potluck.data.plan import MicroBatch
 from potluck.data.rows import mix
-from potluck.engine.evaluate import LossFunction
-from potluck.engine.replica import MicroPass, StepTally
 from potluck.events import StepSkipped
+from potluck.replica.evaluate import LossFunction
+from potluck.replica.replica import MicroPass, StepTally
 
 if TYPE_CHECKING:
     from potluck.engine.run_parts import RunParts

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from potluck.coded_numbers import Coding, Floats
 from potluck.coded_tensors import encode
-from potluck.engine.buckets import Allocate
 from potluck.engine.host_holder import HostHolder
+from potluck.replica.buckets import Allocate
 
 
 class PartSender:

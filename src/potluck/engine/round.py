@@ -19,11 +19,11 @@ from torch import Tensor
 from potluck.account import Told, tell_with
 from potluck.agree.step_report import StepDecision
 from potluck.data.plan import MicroBatch
-from potluck.engine.evaluate import STEP_TOO_EARLY, check_mean
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan, Table, Wait, Waits
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import StepDone, StepSkipped, WorkerStep
+from potluck.replica.evaluate import STEP_TOO_EARLY, check_mean
 from potluck.words import duration
 
 

@@ -22,18 +22,18 @@ from potluck.data.loader import Loader
 from potluck.data.rows import FetchOptions, mix, seed_everything
 from potluck.engine.checkpointing import Kept
 from potluck.engine.eval_weights import LookingWeights
-from potluck.engine.frozen_base import FrozenBase
 from potluck.engine.handle import Loop
 from potluck.engine.open_step import OpenStep
-from potluck.engine.precision import StepConfig
 from potluck.engine.progress import RunProgress
-from potluck.engine.replica import Replica
 from potluck.engine.scheduled import Rates, Scheduled
 from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError, Diverged, Interrupted
 from potluck.events import EventLog, Noticed, StepDone, StepSkipped
 from potluck.link.grid import Nodes, make_grid, make_nodes, whole_grid
 from potluck.link.link import Link
+from potluck.replica.frozen_base import FrozenBase
+from potluck.replica.precision import StepConfig
+from potluck.replica.replica import Replica
 from potluck.save.checkpoint_folder import BEST
 from potluck.save.state import UserState
 from potluck.words import say

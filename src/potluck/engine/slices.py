@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from potluck.coded_numbers import Coding
 from potluck.coded_tensors import round_
-from potluck.engine.buckets import Allocate, BucketQueue, GradBucket, find_units, split_like
-from potluck.engine.buffers import SavedBuffers
-from potluck.engine.replica import Replica
 from potluck.errors import ConfigError
 from potluck.fleet.description import MAX_FLOATS, Part
 from potluck.fleet.tree import Node, merges
 from potluck.link.link import Link
+from potluck.replica.buckets import Allocate, BucketQueue, GradBucket, find_units, split_like
+from potluck.replica.buffers import SavedBuffers
+from potluck.replica.replica import Replica
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.ranges import Spec
 

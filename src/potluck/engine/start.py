@@ -16,7 +16,6 @@ from potluck.config import checked
 from potluck.devices import choose_device, kind_of
 from potluck.engine.engine import Engine
 from potluck.engine.engine_parts import over_group, under_host
-from potluck.engine.precision import StepConfig
 from potluck.environment import PATIENCE_S, RETURNING, check_patience
 from potluck.files import write_whole
 from potluck.fleet.client import Client
@@ -26,6 +25,7 @@ from potluck.link.link import Alone, GroupLink, Link, placed
 from potluck.link.link import connect as join_group
 from potluck.link.ranks import asked_ranks, is_later_rank, meet, ranks_here
 from potluck.logs import configure_logs
+from potluck.replica.precision import StepConfig
 from potluck.sharding.strategy import NoShard, ShardingStrategy
 from potluck.stages.protocol import CommunicationProtocol, Stages
 

@@ -8,15 +8,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from potluck.engine.checkpointing import check_position, position_as_json, restore_position
-from potluck.engine.model_checks import describe_model
 from potluck.engine.prepare import training_settings
+from potluck.replica.model_checks import describe_model
 from potluck.save.parts import leave_out
 from potluck.save.store_run import StoreRun
 from potluck.store.sessions import Tenant
 
 if TYPE_CHECKING:
     from potluck.engine.run_parts import RunParts
-    from potluck.engine.staged import StagedReplica
+    from potluck.replica.staged import StagedReplica
 
 
 class StoreKeeper:

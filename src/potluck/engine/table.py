@@ -18,10 +18,10 @@ from potluck.agree.step_report import StepDecision
 from potluck.data.loader import Loader
 from potluck.data.plan import BatchConfig, MicroBatch
 from potluck.data.source import DataSource, HeldOut
-from potluck.engine.evaluate import Figures, LossFunction
-from potluck.engine.replica import Agreed, Replica
 from potluck.events import EpochDone, StepSkipped, WorkerStep
 from potluck.fleet.tree import Node
+from potluck.replica.evaluate import Figures, LossFunction
+from potluck.replica.replica import Agreed, Replica
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from potluck.agree.records import Report
 from potluck.agree.step_report import StepDecision, decide_sum
 from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
-from potluck.engine.replica import Replica
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan, RoundWork
 from potluck.events import StepSkipped
+from potluck.replica.replica import Replica
 
 
 class StepTogether(RoundWork):

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from potluck.engine.buckets import split_like
-from potluck.engine.buffers import SavedBuffers
 from potluck.engine.means import FlatBuffer, Mean
-from potluck.engine.replica import Replica
 from potluck.link.link import Alone, Link
+from potluck.replica.buckets import split_like
+from potluck.replica.buffers import SavedBuffers
+from potluck.replica.replica import Replica
 from potluck.sharding.runs import FlatRun, total_norm
 
 AT_ONCE = 1 << 18

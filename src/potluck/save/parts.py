@@ -29,8 +29,8 @@ from potluck.tensor_bytes import raw
 from potluck.words import plural, size
 
 if TYPE_CHECKING:
-    from potluck.engine.frozen_base import FrozenBase
-    from potluck.engine.replica import Replica
+    from potluck.replica.frozen_base import FrozenBase
+    from potluck.replica.replica import Replica
 
 BLOCK_BYTES = 64 << 20
 """Bytes of the whole model's state that travel at once."""

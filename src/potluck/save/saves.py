@@ -27,7 +27,7 @@ from potluck.sharding.stored import Piece, Stored
 from potluck.tensor_bytes import from_bytes, to_bytes
 
 if TYPE_CHECKING:
-    from potluck.engine.replica import Replica
+    from potluck.replica.replica import Replica
 
 Standing = dict[str, Any]
 """Where a run stands, as JSON: step, rows, epoch, position; what is kept beside the model."""

@@ -43,8 +43,8 @@ from potluck.store.sessions import StoreSession, Tenant, move_in
 from potluck.store.store import Store
 
 if TYPE_CHECKING:
-    from potluck.engine.frozen_base import FrozenBase
-    from potluck.engine.replica import Replica
+    from potluck.replica.frozen_base import FrozenBase
+    from potluck.replica.replica import Replica
 
 _LENGTH = struct.Struct("<Q")
 """Length of the list of files with which an object of files begins."""

@@ -161,7 +161,7 @@ class FullyShardedUnits:
     def _start_backward(self) -> None:
         self._gather_roots()
         gradient = self._trained.sharded_param.grad if self._trained is not None else None
-        self._is_aside = gradient is not None and not isinstance(gradient, DTensor)  # it is sealed: engine/seal.py
+        self._is_aside = gradient is not None and not isinstance(gradient, DTensor)  # it is sealed: replica/seal.py
         self._passes.start("backward")
 
     @torch.no_grad()

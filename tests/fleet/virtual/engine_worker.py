@@ -22,13 +22,13 @@ from potluck.composition import Wanted
 from potluck.engine import host_table, state_transfer
 from potluck.engine.engine import Engine
 from potluck.engine.engine_parts import under_host
-from potluck.engine.precision import StepConfig
 from potluck.errors import Interrupted
 from potluck.fleet import phases
 from potluck.fleet.client import Average as ClientAverage
 from potluck.fleet.description import Description
 from potluck.fleet.holder import ConnectionLost
 from potluck.fleet.listener import Listener
+from potluck.replica.precision import StepConfig
 from potluck.wire.messages import Message, Welcome
 from tests.fleet.virtual.client import Client
 from tests.fleet.virtual.group import fresh_generators, generators, set_generators

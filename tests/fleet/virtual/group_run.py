@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from potluck.agree.records import Position
 from potluck.composition import Wanted
 from potluck.engine.engine import Engine
-from potluck.engine.precision import StepConfig
 from potluck.errors import Interrupted, WorkerLost
 from potluck.events import EpochDone
+from potluck.replica.precision import StepConfig
 from tests.fleet.virtual.group import Faults, Group, Pace, Rank
 from tests.fleet.virtual.group_case import Case, draw_case, draw_pace, own_rows
 from tests.fleet.virtual.group_link import LOST

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from potluck.coded_numbers import Coding
-from potluck.engine.buckets import Allocate, split_like
 from potluck.fleet.description import COUNTS, DIVISORS, MOMENTS, OTHER_MOMENTS, Part, coding_of_block
 from potluck.link.link import Link, Pending
+from potluck.replica.buckets import Allocate, split_like
 from potluck.sharding.optimizer_traits import COUNTERS, FIRST, SECOND, is_coded
 from potluck.sharding.runs import FlatRun
 from potluck.sharding.united_optimizers import each_of

@@ -17,8 +17,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from potluck.engine.compiling import AnyRows
 from potluck.errors import ConfigError
+from potluck.replica.compiling import AnyRows
 from potluck.sharding.blocks import find_blocks, is_staged
 from potluck.sharding.united_optimizers import each_of
 from potluck.stages.forms import map_tensors

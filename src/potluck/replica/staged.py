@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from potluck.agree.step_report import norm_of_stages
 from potluck.data.loader import Loader
-from potluck.engine.evaluate import LookSums, LossFunction, check_grad, loss_and_samples
-from potluck.engine.model_checks import explain_single_rows
-from potluck.engine.precision import autocast, in_float32
-from potluck.engine.replica import MicroPass, Replica
-from potluck.engine.sharded import ShardedReplica
 from potluck.errors import ConfigError
 from potluck.link.grid import Grid
+from potluck.replica.evaluate import LookSums, LossFunction, check_grad, loss_and_samples
+from potluck.replica.model_checks import explain_single_rows
+from potluck.replica.precision import autocast, in_float32
+from potluck.replica.replica import MicroPass, Replica
+from potluck.replica.sharded import ShardedReplica
 from potluck.sharding.whole_steps import check_hooks
 from potluck.stages.cut import CutStage
 from potluck.stages.pipeline import Channel, PipelineRunner

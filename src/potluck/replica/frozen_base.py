@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from potluck.engine.weight_hash import digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link
+from potluck.replica.weight_hash import digest, quick_digest
 from potluck.sharding.absent import own_state
 from potluck.sharding.runs import FlatRun, first_names, plain_tensors
 

@@ -18,18 +18,18 @@ from potluck.agree.turns import Turns
 from potluck.coded_numbers import Coding
 from potluck.data.loader import Loader
 from potluck.data.plan import MicroBatch
-from potluck.engine.buckets import GradBuckets
-from potluck.engine.buffers import SavedBuffers
-from potluck.engine.evaluate import LookSums, LossFunction, loss_and_samples
-from potluck.engine.frozen_base import FrozenBase, glance_at
-from potluck.engine.model_checks import check_optimizer, check_own_memory, check_same_model, explain_single_rows
-from potluck.engine.optimizer_adapter import OptimizerAdapter
-from potluck.engine.outer_state import OuterState
-from potluck.engine.precision import StepConfig, autocast, switch_on
-from potluck.engine.seal import Seal
-from potluck.engine.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.errors import ConfigError
 from potluck.link.link import Link, Pending
+from potluck.replica.buckets import GradBuckets
+from potluck.replica.buffers import SavedBuffers
+from potluck.replica.evaluate import LookSums, LossFunction, loss_and_samples
+from potluck.replica.frozen_base import FrozenBase, glance_at
+from potluck.replica.model_checks import check_optimizer, check_own_memory, check_same_model, explain_single_rows
+from potluck.replica.optimizer_adapter import OptimizerAdapter
+from potluck.replica.outer_state import OuterState
+from potluck.replica.precision import StepConfig, autocast, switch_on
+from potluck.replica.seal import Seal
+from potluck.replica.weight_hash import digest_and_quick_digest, quick_digest
 from potluck.sharding.absent import own_state
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import (

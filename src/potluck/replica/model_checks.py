@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from potluck.engine.buffers import is_expanded
 from potluck.errors import ConfigError
 from potluck.link.link import Link
+from potluck.replica.buffers import is_expanded
 from potluck.sharding.absent import own_state
 from potluck.sharding.ranges import Spec
 from potluck.sharding.runs import sparse_gradient

@@ -14,12 +14,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from potluck.coded_numbers import Coding
-from potluck.engine.model_checks import find_batch_norm
-from potluck.engine.replica import Agreed, Replica
-from potluck.engine.weight_hash import digest_sums, digest_sums_of_piece, hash_sums, join
 from potluck.errors import ConfigError
 from potluck.link.coded_sums import CodedSums
 from potluck.link.link import Alone, Link, Pending
+from potluck.replica.model_checks import find_batch_norm
+from potluck.replica.replica import Agreed, Replica
+from potluck.replica.weight_hash import digest_sums, digest_sums_of_piece, hash_sums, join
 from potluck.sharding.passes import UNEQUAL
 from potluck.sharding.runs import FlatRun, Span, total_norm
 from potluck.sharding.sharded import Sharded

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from potluck.batch_shapes import rows_of
-from potluck.engine.precision import in_float32
 from potluck.errors import ConfigError
 from potluck.events import LOSS
+from potluck.replica.precision import in_float32
 
 STEP_TOO_EARLY = (
     "step() was called before backward(). Call fleet.backward(loss, samples=...) first, in place of loss.backward(),"
