@@ -272,7 +272,7 @@ def test_a_full_disk_under_the_journal_leaves_a_sentence_and_an_exit_code(
         (pages,) = host.journal._base.execute("PRAGMA page_count").fetchone()
         host.journal._base.execute(f"PRAGMA max_page_count = {pages}")
         big = record(2, workers=({"name": "x" * 100_000},))
-        monkeypatch.setitem(INPUTS, "a step", lambda core, now: [Record(big)])
+        monkeypatch.setitem(INPUTS, "a step", lambda core: [Record(big)])
         host.server._act("a step")
         finish = host.server.wait(30)
         assert finish is not None and finish.failed
