@@ -3,6 +3,7 @@
 Every worker gets the same reports and so reaches the same decision: to apply the step or to skip it.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,8 +47,22 @@ def decide_mean(
     if fault is None and not math.isfinite(norm):
         fault = f"the gradient's norm ({norm}) is not finite"
     if fault is None and clip is not None:
-        scale *= min(1.0, clip / (norm + 1e-6))
+        scale *= min(1.0, _clipping(norm, clip))
     return StepDecision(samples, loss, norm, scale, fault)
+
+
+def _clipping(norm: float, clip: float) -> float:
+    """The factor of torch.nn.utils.clip_grad_norm_, to the bit: it computes in the type of the norm.
+
+    A norm that float32 can hold is one of float32: of float64 one in half a billion is. Results of float64 that are
+    rounded to float32 after each operation are those of float32.
+    """
+    rounded = _as_float32 if _as_float32(norm) == norm else float
+    return rounded(rounded(1 / rounded(norm + rounded(1e-6))) * rounded(clip))
+
+
+def _as_float32(number: float) -> float:
+    return ctypes.c_float(number).value
 
 
 def norm_of_stages(norms: Sequence[float], elsewhere: Sequence[float]) -> float:
