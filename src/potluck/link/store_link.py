@@ -74,8 +74,9 @@ class StorePart(Link):
         self.name, self.members, self.number = name, list(members), 0
         self.rank, self.world = self.members.index(own), len(members)
         self._whole, self._own, self.log = whole, own, whole.log
+        # Two threads change what is given, one that gives and one that forgets: without a lock a number that is given
+        # meanwhile could be lost, and its object would stay for ever.
         self._lock = threading.Lock()
-        """Two threads change what is given: one gives, one forgets."""
         self._under_way: set[int] = set()
         self._giving: dict[int, Future[None]] = {}
         self._awaited: dict[int, int] = {}
@@ -202,7 +203,7 @@ class StorePart(Link):
     def forget(self, floor: int) -> None:
         """Deletes what we gave before that operation."""
         gone = sorted(number for number in self.given if number < floor)
-        if gone:
+        if gone:  # deleted before they are dropped here: what could not be deleted is tried again
             self._store.delete([self._key(number, self._own) for number in gone])
             with self._lock:
                 self.given -= set(gone)
@@ -217,7 +218,7 @@ class StorePart(Link):
         with self._lock:
             self.given |= {number}
         key = self._key(number, self._own)
-        giving = self._whole.session.start_put(lambda: self._store.put(key, [payload()], about))
+        giving = self._whole.session.puts.start(lambda: self._store.put(key, [payload()], about))
         self._giving[number] = giving
         return giving
 
@@ -246,12 +247,12 @@ class StorePart(Link):
         def gather() -> list[bytes]:
             return [data if self._is_here(number, rank) else self._read_bytes(number, rank) for rank in self.members]
 
-        return _Operation(self, number, self._whole.session.start_get(gather), finish)
+        return _Operation(self, number, self._whole.session.gets.start(gather), finish)
 
     def _receive(self, number: int, of: int, into: Tensor, about: bytes) -> None:
         """Waits for the contribution of one of our ranks."""
         rank = self.members[of]
-        self.wait(number, self._whole.session.start_get(lambda: self._read(number, rank, into, about)))
+        self.wait(number, self._whole.session.gets.start(lambda: self._read(number, rank, into, about)))
 
     def _read(self, number: int, rank: int, into: Tensor, about: bytes) -> None:
         """One member's contribution, which must be what ours is."""
@@ -389,8 +390,9 @@ class StoreLink(StorePart):
         if self._session is None:
             return
         self._closing.set()
-        self._changed.set()
-        self._teller.join()
+        self._changed.set()  # it may wait for this without end
+        self._teller.join()  # it must not write an older mark over our last one
+        # Before we tell that we have ended: the last to end clears everything away, and nothing may be put after that.
         self.session.close()
         self.sums.close()
         with suppress(PotluckError):  # the store may be why we close
@@ -406,6 +408,8 @@ class StoreLink(StorePart):
             if self._closing.wait(_PAUSE_S):
                 return
             try:
+                # Told first: a successor that needs what is deleted then reads in our mark that it is gone, instead of
+                # waiting for it in vain.
                 pause_s = self._tell_if_changed(pause_s)
                 self._forget()
             except PotluckError as error:
@@ -416,7 +420,7 @@ class StoreLink(StorePart):
         """How long to wait until we look again."""
         if not self._changed.is_set():
             return min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._changed.clear()
+        self._changed.clear()  # before it is told: what changes meanwhile is told again
         self._tell()
         return _PAUSE_S
 

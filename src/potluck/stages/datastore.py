@@ -77,7 +77,7 @@ class StoreChannel:
         if label.step <= self._consumed_by(label.target):
             return
         about, on_host = about_of(tensor), start_to_host(tensor)
-        put = self._session.start_put(lambda: self._store.put(key_of(label), [buffer(on_host())], about))
+        put = self._session.puts.start(lambda: self._store.put(key_of(label), [buffer(on_host())], about))
         self._sent.append(put)
 
     def receive(self, label: Label) -> Tensor:
@@ -99,7 +99,7 @@ class StoreChannel:
         self._session.claim.check()  # else we might delete what our successor needs
         gone = [label for label in self._received if label.step <= step]
         self._received.difference_update(gone)
-        self._session.start_clear(lambda: self._clear_up_to(step, gone))
+        self._session.clears.start(lambda: self._clear_up_to(step, gone))
 
     def flush(self) -> None:
         sent, self._sent = self._sent, []
@@ -111,10 +111,10 @@ class StoreChannel:
         """The run has ended, and this stage needs nothing more: its inbox, its mark and its claim go."""
         self.flush()
         self._session.claim.check()
-        self._session.finish_clears()
+        self._session.clears.close()  # else a clear that is under way would write our mark again, once it is gone
         self._store.sweep(f"to-{self.stage}", lambda key: True)
         self._store.forget([f"marks/stage-{self.stage}"])
-        self._session.claim.release()
+        self._session.claim.release()  # last: by a claim that is left a successor knows that more may lie here
         self._store.tidy()
         self.close()
 
@@ -146,7 +146,7 @@ class StoreChannel:
     def _start_fetch(self, label: Label, before: threading.Event | None = None) -> Future[Tensor]:
         """`before`: nobody looks for this one until that is set."""
         is_there = self._last[label.source] = threading.Event()
-        self._coming[label] = coming = self._session.start_get(lambda: self._fetch(label, before, is_there))
+        self._coming[label] = coming = self._session.gets.start(lambda: self._fetch(label, before, is_there))
         return coming
 
     def _fetch(self, label: Label, before: threading.Event | None, is_there: threading.Event) -> Tensor:
@@ -186,6 +186,7 @@ class StoreChannel:
         # What a predecessor received, or a sender sent twice, is found by listing. That and the mark are for those who
         # start again, and may be a little late.
         if time.monotonic() > self._looked_at + CHECK_EVERY_S:
+            # The mark first: a sender that starts between the two would send again what was just swept.
             self._store.put_bytes(f"marks/stage-{self.stage}", str(step).encode())
             self._store.sweep(
                 f"to-{self.stage}", lambda key: (label := label_of(key)) is not None and label.step <= step

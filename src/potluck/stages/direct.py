@@ -111,7 +111,7 @@ class GroupChannel:
 
     def receive(self, label: Label) -> Tensor:
         coming = self._coming.pop(label)
-        if not coming.done():
+        if not coming.done():  # no deadline of ours: the backend's ends the message after the run's patience
             wait([coming, self._failed], return_when=FIRST_COMPLETED)
         return (coming if coming.done() else self._failed).result().to(self._device)
 

@@ -98,6 +98,7 @@ class Folder:
         with suppress(OSError):  # a spare only saves time: without one a new file is written
             for spare in _spares(folder, size):
                 with suppress(FileNotFoundError):  # another thread or worker was faster
+                    # Renamed before it is opened: two that take the same spare would write into one file.
                     os.rename(f"{folder}/{spare}", path)
                     descriptor = os.open(path, os.O_WRONLY | _AS_IT_IS)
                     found = os.fstat(descriptor)

@@ -37,26 +37,18 @@ class StoreSession:
         self.claim = Claim(store, place, who)
         self._failed: Future[Any] = Future()
         """Holds the first error; every wait waits for this too."""
-        self._puts = Background(in_flight, "potluck-put", self._failed)
-        self._gets = Background(_MOST_GETS, "potluck-get")
-        self._clears = Background(1, "potluck-clear", self._failed)
-        self.start_clear(store.clear_older)
-
-    def start_put(self, work: Callable[[], T]) -> "Future[T]":
-        return self._puts.start(work)
-
-    def start_get(self, work: Callable[[], T]) -> "Future[T]":
-        """Begin to get an object. An error is raised where the result is waited for."""
-        return self._gets.start(work)
-
-    def start_clear(self, work: Callable[[], None]) -> None:
-        """One after another."""
-        self._clears.start(work)
+        self.puts = Background(in_flight, "potluck-put", self._failed)
+        self.gets = Background(_MOST_GETS, "potluck-get")
+        """An error of these is raised where the result is waited for."""
+        # One thread: else the mark of an earlier step could be written over that of a later one, and a sender that
+        # starts again would send what is consumed.
+        self.clears = Background(1, "potluck-clear", self._failed)
+        self.clears.start(store.clear_older)
 
     def wait(self, done: "Future[T]", lost: Callable[[], str], look: Callable[[], None] | None = None) -> T:
         """Wait for a result and return it. WorkerLost, with that sentence, once our patience is at its end. Meanwhile
         asks whether our place is still ours, and `look`s."""
-        deadline = time.monotonic() + self.store.patience_s
+        deadline = time.monotonic() + self.store.patience_s  # else one that waits for a dead worker would wait for ever
         while not done.done():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -79,13 +71,10 @@ class StoreSession:
     def fail(self, error: BaseException) -> None:
         fail_first(self._failed, error)
 
-    def finish_clears(self) -> None:
-        self._clears.close()
-
     def close(self) -> None:
         """Finish what was begun, unless the store cannot be reached; what is awaited is given up."""
-        self.store.close()
-        for background in (self._puts, self._gets, self._clears):
+        self.store.close()  # first, since a thread that waits for an object ends by that alone
+        for background in (self.puts, self.gets, self.clears):
             background.close()
 
 
@@ -151,6 +140,8 @@ class Claim:
     def __init__(self, store: Store, place: str, who: str) -> None:
         self._store, self._key, self._who = store, f"claims/{place}", who
         self._id = secrets.token_hex(16).encode()
+        # Looked up before ours is there: after that the claim would always be held, and a first worker would list all
+        # that a successor has to.
         self.was_held = store.get_bytes(self._key) is not None
         """Somebody had it before us: we are its successor, and what it was sent may lie there still."""
         try:
@@ -204,7 +195,7 @@ def move_in(store: Store, tenant: Tenant, rank: int) -> str:
     if about_run is None:
         raise StoreError(f"{store.url} does not keep what is put there. Something else empties it.")
     run = _read(store, about_run)
-    _check_same(store, run, tenant)
+    _check_same(store, run, tenant)  # before anything else is written: the store may be another run's
     _check_folder(store, run, tenant, f"{ABOUT}/out-{rank}")
     return str(run["id"])
 

@@ -85,8 +85,8 @@ class Store:
         limit_s = self.patience_s if patience_s is None else patience_s
         patience = Patience(self._place, self._stop)
         while not self.get(key, room):
-            if patience.waited_s > limit_s:
-                self.check_generation()
+            if patience.waited_s > limit_s:  # its writer may be dead, and then nobody would ever hear of it
+                self.check_generation()  # or nobody writes to this one any more, which is the better sentence
                 raise WorkerLost(f"Waited {limit_s:g} s in vain for {awaited}, in {self.url}.")
             patience.pause()
 
@@ -188,7 +188,7 @@ class Store:
             try:
                 return action()
             except Unreachable as trouble:
-                if patience.waited_s > self.patience_s:
+                if patience.waited_s > self.patience_s:  # else one that is gone for good would be waited for, too
                     raise StoreError(
                         f"{self.url} could not be reached for {self.patience_s:g} s, while {doing}: {trouble}. Start"
                         " this worker again once it can; nothing is lost."
