@@ -23,7 +23,8 @@ from potluck.engine.eval_weights import WeightAverage
 from potluck.errors import PotluckError
 from potluck.events import Decided, EpochDone, StepDone, StepSkipped
 from potluck.save import checkpoint_folder
-from potluck.save.export import MODEL, write_plain
+from potluck.save.checkpoint_folder import MODEL
+from potluck.save.export import write_plain
 from potluck.sharding.passes import UNEQUAL
 from potluck.sharding.ranges import Ranges
 from potluck.stages import stage_planner

@@ -49,7 +49,7 @@ from potluck.devices import kind_of
 from potluck.errors import Interrupted
 from potluck.events import StepDone
 from potluck.save import checkpoint_folder
-from potluck.save.checkpoint import MODEL, OPTIMIZER
+from potluck.save.checkpoint_folder import MODEL, OPTIMIZER
 from potluck.sharding.ranges import Ranges
 from tests import ranks
 

@@ -23,11 +23,14 @@ from typing import Any
 
 from torch import Tensor
 
+from potluck.environment import PATIENCE_S
 from potluck.errors import CheckpointError
 from potluck.files import publish, write_whole
 from potluck.save.checkpoint_folder import (
     FORMAT,
     FORMAT_IN_PARTS,
+    MODEL,
+    OPTIMIZER,
     WRITING,
     body_sha256,
     check_space,
@@ -42,9 +45,6 @@ from potluck.system import sync
 from potluck.tensor_bytes import buffer
 from potluck.words import check_at_least
 
-MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
-PATIENCE_S = 600.0
-"""How long rank 0 waits for the files of the others, once its own are written."""
 GRACE_S = 5.0
 """How long rank 0 waits for the files of the others, once it is known that one of them is gone."""
 LOOK_S = 0.02
@@ -132,6 +132,7 @@ def failures_told(folder: Path, aside: Path, step: int) -> Iterator[None]:
 def finish(aside: Path, form: int, sums: dict[str, Any], said: dict[str, Any]) -> Path:
     """The manifest, and the name under which it is found: from then on it is a checkpoint. Returns where that is."""
     body: dict[str, Any] = {"format": form, "files": sums} | said
+    # The manifest after the files and the name last: a kill in between leaves a folder that nobody takes for one.
     text = json.dumps({"sha256": body_sha256(body), "body": body})
     (aside / "manifest.json").write_text(text, encoding="utf-8")
     place = free_place(aside.parent, body["step"])
@@ -176,7 +177,7 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, work, on_saved)
 
     def _write(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
-        if (place := work()) is not None:
+        if (place := work()) is not None:  # only once it stands may older ones go: a kill in between must leave one
             prune(self.folder, self.keep_last, place)
             on_saved(place)
 
@@ -251,7 +252,7 @@ def _write_share(share: Share, snapshot: Snapshot) -> None:
 def _await_all(share: Share, is_one_gone: Callable[[], bool]) -> dict[str, Any]:
     """The checksums of all ranks' files, once all are there."""
     started = time.monotonic()
-    deadline = started + PATIENCE_S
+    deadline = started + PATIENCE_S  # else a rank that dies unseen would keep rank 0, and the next save, for ever
     while missing := [rank for rank in range(share.world) if not share.done(rank).exists()]:
         if failed := [rank for rank in missing if share.failed(rank).exists()]:
             raise CheckpointError(f"worker {failed[0]} says: {share.failed(failed[0]).read_text(encoding='utf-8')}")

@@ -19,6 +19,8 @@ from potluck.files import first_free
 
 FORMAT, FORMAT_IN_PARTS = 1, 2
 """Format of a checkpoint with whole tensors; and of one whose files each hold some pieces (sharding/stored.py)."""
+MODEL, OPTIMIZER, RANDOM, KEPT = "model", "optimizer", "random", "kept"
+"""Stems of a checkpoint's files."""
 AVERAGE = "outer_average"
 """Key of a parameter's average, beside the optimizer's state of it."""
 BEST = "best"

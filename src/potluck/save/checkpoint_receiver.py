@@ -85,6 +85,7 @@ class CheckpointReceiver:
                 raise CheckpointError(f"its manifest is of step {body['step']}")
             place = checkpoint_folder.free_place(self.folder, body["step"])  # for people; `step` counts agreements
             publish(aside, place)
+            # After it has its name: a host that is killed in between must find a whole one.
             checkpoint_folder.prune(self.folder, keep_last, place)
         except Exception as error:  # whatever it is: without an answer everybody would wait for this checkpoint
             shutil.rmtree(aside, ignore_errors=True)

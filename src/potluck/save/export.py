@@ -14,12 +14,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from potluck.errors import CheckpointError, ConfigError
 from potluck.files import written_aside
 from potluck.save import checkpoint_folder
-from potluck.save.checkpoint_folder import AVERAGE, BASE
+from potluck.save.checkpoint_folder import AVERAGE, BASE, MODEL, OPTIMIZER
 from potluck.sharding.stored import SIZES, SafetensorsHeader, TensorFiles, make_header, write_all
 from potluck.words import plural, size
 
 BLOCK_BYTES = 16 << 20
-MODEL, OPTIMIZER = "model", "optimizer"
 
 Sources = dict[str, tuple[TensorFiles, str]]
 """Where each tensor is, by its name in Python: the files, and its name there."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from potluck.tensor_bytes import from_bytes, to_bytes
 if TYPE_CHECKING:
     from potluck.replica.replica import Replica
 
+T = TypeVar("T")
 Standing = dict[str, Any]
 """Where a run stands, as JSON: step, rows, epoch, position; what is kept beside the model."""
 KeptTensors = dict[str, Tensor]
@@ -43,7 +44,7 @@ class Saves:
         self._link = link
         self._events = events
         self._writers: dict[Path, checkpoint.CheckpointWriter] = {}
-        self._gone = threading.Event()
+        self._gone = threading.Event()  # set by the thread that trains, read by the one that writes
         self._is_gone = is_gone or self._gone.is_set
 
     def save(self, folder: Path, replica: "Replica", standing: Standing, keep_last: int, kept: KeptTensors) -> None:
@@ -100,7 +101,7 @@ class Saves:
             sources: list[Ranges] = []
 
             def look() -> None:
-                model, optimizer = opened(checkpoint.MODEL), opened(checkpoint.OPTIMIZER)
+                model, optimizer = opened(checkpoint_folder.MODEL), opened(checkpoint_folder.OPTIMIZER)
                 sources.extend((model, optimizer))
                 without.update(parts.check_left_out(replica.base, standing, model.tensors, str(path)))
                 parts.check_part(part, model, optimizer, standing["optimizer"], str(path), without)
@@ -150,21 +151,18 @@ class Saves:
         names = [path.name for path in checkpoint_folder.found(folder)]
         theirs = json.loads(link.gather_bytes(json.dumps(names).encode())[0])
         together(link, lambda: check_shared(link, folder, sees_it=names == theirs))
-        for name in names:
-            standing, complaint = {}, ""
-            try:
-                standing = checkpoint_folder.check(folder / name, link.rank, link.world)
-            except CheckpointError as error:
-                complaint = str(error)
-            complaints = [data.decode() for data in link.gather_bytes(complaint.encode())]
-            if not any(complaints):
-                return standing | {"path": str(folder / name)}
+
+        def check(path: Path) -> Standing:
+            return together(link, lambda: checkpoint_folder.check(path, link.rank, link.world))
+
+        def pass_over(path: Path, error: CheckpointError) -> None:
             if link.rank == 0:
-                reason = next(sentence for sentence in complaints if sentence)
-                self._events.emit(CheckpointPassedOver(folder=str(folder / name), reason=reason))
-        if names:
+                self._events.emit(CheckpointPassedOver(folder=str(path), reason=str(error)))
+
+        whole = checkpoint_folder.newest([folder / name for name in names], check, pass_over)
+        if whole is None and names:
             raise CheckpointError(f"Every checkpoint in {folder} is damaged. Start anew in another folder.")
-        return None
+        return None if whole is None else whole[1] | {"path": str(whole[0])}
 
     def _opener(self, stack: ExitStack, path: Path, standing: Standing, part: Sharded) -> Callable[[str], Ranges]:
         """What opens a checkpoint's files of one kind, until the stack is closed."""
@@ -179,10 +177,10 @@ class Saves:
     def _load_beside(self, standing: Standing, opened: Callable[[str], Ranges]) -> KeptTensors:
         """Put back the random state if there are as many workers as there were, and return what is kept."""
         if standing["workers"] == self._link.world:
-            source = opened(checkpoint.RANDOM)
+            source = opened(checkpoint_folder.RANDOM)
             randoms = [source[str(rank)] for rank in range(self._link.world)]
             state.set_random_state(to_bytes(randoms[self._link.rank]))
-        kept = opened(checkpoint.KEPT)
+        kept = opened(checkpoint_folder.KEPT)
         return {name: kept[name] for name in kept.tensors}
 
 
@@ -219,12 +217,12 @@ def take_snapshot(
     """A copy in host memory of what this worker writes. `randoms`: each worker's random state, or none where it does
     not matter. `without`: entries of the model's state_dict that are left out. `share`: where others write too."""
     model, optimizer = parts.model_part(part, without=without), parts.optimizer_part(part)
-    pieces = {checkpoint.MODEL: model, checkpoint.OPTIMIZER: optimizer}
+    pieces = {checkpoint_folder.MODEL: model, checkpoint_folder.OPTIMIZER: optimizer}
     body = standing | {"workers": len(randoms)}
     beside: dict[str, dict[str, Tensor]] = {}
     if share is None or share.rank == 0:
-        beside[checkpoint.RANDOM] = {str(rank): from_bytes(data) for rank, data in enumerate(randoms)}
-        beside |= {checkpoint.KEPT: kept} if kept else {}
+        beside[checkpoint_folder.RANDOM] = {str(rank): from_bytes(data) for rank, data in enumerate(randoms)}
+        beside |= {checkpoint_folder.KEPT: kept} if kept else {}
     if share is None:
         files = {stem: each.tensors for stem, each in pieces.items()}
         return checkpoint.Snapshot(body | {"optimizer": optimizer.notes}, files | beside)
@@ -232,18 +230,16 @@ def take_snapshot(
     return checkpoint.Snapshot(body, files | beside, {share.stem(stem): each.notes for stem, each in pieces.items()})
 
 
-def together(link: Link, work: Callable[[], None]) -> None:
+def together(link: Link, work: Callable[[], T]) -> T:
     """Does it on every worker. What one of them cannot do is raised on all."""
-    error: Exception | None = None
     try:
-        work()
-    except Exception as caught:
-        error = caught
-    errors = [data.decode() for data in link.gather_bytes(str(error or "").encode())]
-    if error is not None:
-        raise error
-    if any(errors):
+        result = work()
+    except Exception as error:
+        link.gather_bytes(str(error).encode())
+        raise
+    if any(errors := [data.decode() for data in link.gather_bytes(b"")]):
         raise CheckpointError(next(sentence for sentence in errors if sentence))
+    return result
 
 
 def agree_on_aside(link: Link, folder: Path, step: int) -> Path:

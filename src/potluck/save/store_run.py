@@ -24,16 +24,8 @@ from potluck.fleet.file_stream import FileStreamReceiver, stream_chunks, stream_
 from potluck.link.link import Alone, Link, ask_first
 from potluck.link.store_link import StoreLink
 from potluck.save import checkpoint_folder, parts, state
-from potluck.save.checkpoint import (
-    MODEL,
-    OPTIMIZER,
-    Share,
-    Snapshot,
-    new_aside,
-    tensor_chunks,
-    write_share,
-    write_together,
-)
+from potluck.save.checkpoint import Share, Snapshot, new_aside, tensor_chunks, write_share, write_together
+from potluck.save.checkpoint_folder import MODEL, OPTIMIZER
 from potluck.save.saves import KeptTensors, Saves, Standing, take_snapshot, together
 from potluck.sharding.ranges import Ranges
 from potluck.sharding.sharded import Sharded
@@ -116,6 +108,8 @@ class StoreRun:
             _file(OPTIMIZER): list(tensor_chunks(optimizer.tensors, optimizer.notes)),
         }
         sizes = [[name, sum(map(len, data))] for name, data in chunks.items()]
+        # Before anything that came earlier may go: a worker that is killed in between resumes from its older state, and
+        # reads that once more.
         self._give(self._key, json.dumps(sizes), itertools.chain.from_iterable(chunks.values()))
         if self._channel is not None:
             self._channel.consumed(passes)
@@ -248,6 +242,7 @@ class StoreSaves(Saves):
             place = write_together(folder, share, snapshot, lambda: True)
             checkpoint_folder.prune(folder, keep_last, place)
             self._saved(step, time.perf_counter() - started)(place)
+            # Once the checkpoint stands: a first worker that is killed before takes the parts from there again.
             self._run.drop_files([_part(other, step) for other in range(1, world)])
         elif rank < world:  # another replica holds the same parts, and its ranks write them
             with tempfile.TemporaryDirectory(prefix="potluck-") as aside:
