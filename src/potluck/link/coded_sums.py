@@ -16,7 +16,6 @@ agree on their order among the collectives that other threads begin.
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,23 +54,15 @@ class CodedSums:
         return self._streams[device]
 
 
-class _Wire(Protocol):
-    """How coded shares travel. They are rows, by rank: [ranks, bytes of a share]."""
-
-    def swap(self, coded: Tensor) -> Tensor:
-        """Give each rank its row, and return what each had in ours."""
-
-    def spread(self, own: Tensor) -> Tensor:
-        """Give each rank our row, and return everybody's."""
-
-
 class ByCollectives:
-    """All ranks begin these in one order."""
+    """How coded shares travel where all ranks begin them in one order. They are rows, by rank: [ranks, bytes of a
+    share]."""
 
     def __init__(self, sums: CodedSums) -> None:
         self._group, self._world = sums.group, sums.world
 
     def swap(self, coded: Tensor) -> Tensor:
+        """Give each rank its row, and return what each had in ours."""
         if self._world == 2:  # both rows are one
             return self.spread(coded[0])
         heard = torch.empty_like(coded)
@@ -79,13 +70,14 @@ class ByCollectives:
         return heard
 
     def spread(self, own: Tensor) -> Tensor:
+        """Give each rank our row, and return everybody's."""
         heard = own.new_empty(self._world, len(own))
         dist.all_gather_into_tensor(heard.view(-1), own, group=self._group)
         return heard
 
 
 class _ByMessages:
-    """In host memory, from a thread that may wait."""
+    """Swaps and spreads them by messages in host memory, from a thread that may wait."""
 
     def __init__(self, sums: CodedSums, number: int) -> None:
         self._sums, self._tag = sums, 1 + 2 * number % MOST_TAGS
@@ -143,7 +135,7 @@ class _CodedSum:
         if self._at_end is not None:
             torch.cuda.current_stream(self._tensor.device).wait_event(self._at_end)
 
-    def exchange(self, wire: _Wire) -> None:
+    def exchange(self, wire: ByCollectives | _ByMessages) -> None:
         coding, tensor = self._coding, self._tensor
         coded = self._encode()
         heard = wire.swap(coded)

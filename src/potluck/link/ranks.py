@@ -20,6 +20,7 @@ RANKS = "POTLUCK_RANKS"
 """Tells a worker how many ranks it is to have, if its machine's owner has said so."""
 MOST_RANKS = 1024
 ANSWER_S = 60.0
+"""How long a worker waits for its other ranks to be started: the command that does so may have been killed."""
 
 
 def is_later_rank() -> bool:

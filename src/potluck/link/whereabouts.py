@@ -125,10 +125,9 @@ def tell_waiting(own: int, ranks: Mapping[int, Whereabouts], world: int) -> str 
     call = here.name_of(here.made - 1) or STEP
     if call == STEP:
         return _tell_standstill(ranks, world)
-    late = [rank for rank in range(world) if rank not in ranks or ranks[rank].made < here.made]
+    late, known = _late(here, ranks, world)
     if not late:
         return None
-    known = [f"worker {rank} was last at {ranks[rank].place}" for rank in late if rank in ranks and ranks[rank].place]
     return (
         f"{call} on worker {own} has waited {WAITING_S:g} s for {_workers(late)}"
         + (f"; {', '.join(known)}" if known else "")
@@ -142,12 +141,17 @@ def tell_now(own: int, ranks: Mapping[int, Whereabouts], world: int, seconds: fl
     call = here.name_of(here.made - 1) or STEP
     if not here.waits:
         return f"Worker {own} computes, and has made no call that needs all workers for {duration(seconds)}{_at(here)}."
-    late = [rank for rank in range(world) if rank not in ranks or ranks[rank].made < here.made]
-    known = [f"worker {rank} was last at {ranks[rank].place}" for rank in late if rank in ranks and ranks[rank].place]
+    late, known = _late(here, ranks, world)
     silent = [f"worker {rank} has told nothing" for rank in late if rank not in ranks]
     where = f"; {', '.join(known + silent)}" if late else ", which are in the same call"
     others = late or [rank for rank in range(world) if rank != own]
     return f"Worker {own} waits in {call} for {_workers(others)}, for {duration(seconds)}{where}."
+
+
+def _late(here: Whereabouts, ranks: Mapping[int, Whereabouts], world: int) -> tuple[list[int], list[str]]:
+    """List the ranks that have not made the call of this one yet, and say where those were that have told."""
+    late = [rank for rank in range(world) if rank not in ranks or ranks[rank].made < here.made]
+    return late, [f"worker {n} was last at {ranks[n].place}" for n in late if n in ranks and ranks[n].place]
 
 
 def _tell_standstill(ranks: Mapping[int, Whereabouts], world: int) -> str | None:
@@ -275,7 +279,7 @@ class GroupWatch:
         if self._over.is_set():
             return
         self._over.set()
-        self._thread.join(LOOK_S)
+        self._thread.join(LOOK_S)  # no longer: it may wait for a store that went with rank 0
         if is_well:
             # A store that is gone went with rank 0: then nobody is left to be told.
             with suppress(RuntimeError), self.calls.within(END, self.calls.after_step):
