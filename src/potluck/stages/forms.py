@@ -124,13 +124,10 @@ def tensors_in(value: Any) -> list[Tensor]:
     """List the tensors in tuples, lists, dicts and dataclasses, however deep; in the order of describe()."""
     if isinstance(value, Tensor):
         return [value]
-    if (found := fields_of(value)) is not None:
-        return [tensor for one in found.values() for tensor in tensors_in(one)]
-    if isinstance(value, tuple | list):
-        return [tensor for one in value for tensor in tensors_in(one)]
-    if isinstance(value, dict):
-        return [tensor for one in value.values() for tensor in tensors_in(one)]
-    return []
+    found: Any = fields_of(value)
+    if found is None:
+        found = value if isinstance(value, dict) else dict(enumerate(value if isinstance(value, tuple | list) else ()))
+    return [tensor for one in found.values() for tensor in tensors_in(one)]
 
 
 def all_tensors(value: Any) -> list[Tensor]:
@@ -141,24 +138,23 @@ def all_tensors(value: Any) -> list[Tensor]:
 def pick(form: Form, value: Any, what: str) -> list[Tensor]:
     """The tensors of a value that are sent; ConfigError if it has another form than the plan says."""
     [(kind, inner)] = form.items()
-    if kind == "tensor":
-        if not isinstance(value, Tensor):
-            raise _other_form(what, value)
-        return [] if inner is None else [value]
-    if kind in ("tuple", "list"):
-        if not isinstance(value, tuple | list) or len(value) != len(inner):
-            raise _other_form(what, value)
-        return [tensor for one, part in zip(inner, value, strict=True) for tensor in pick(one, part, what)]
-    if kind == "dict":
-        if not isinstance(value, dict) or not inner.keys() <= value.keys():
-            raise _other_form(what, value)
-        return [tensor for key, one in inner.items() for tensor in pick(one, value[key], what)]
-    if kind == "object":
-        found = fields_of(value)
-        if found is None or not inner[1].keys() <= found.keys():
-            raise _other_form(what, value)
-        return [tensor for key, one in inner[1].items() for tensor in pick(one, found[key], what)]
-    return []
+    match kind:
+        case "value":
+            return []
+        case "tensor" if isinstance(value, Tensor):
+            return [] if inner is None else [value]
+        case "tuple" | "list" if isinstance(value, tuple | list) and len(value) == len(inner):
+            pairs = list(zip(inner, value, strict=True))
+        case "dict" if isinstance(value, dict) and inner.keys() <= value.keys():
+            pairs = [(one, value[key]) for key, one in inner.items()]
+        case "object" if (found := fields_of(value)) is not None and inner[1].keys() <= found.keys():
+            pairs = [(one, found[key]) for key, one in inner[1].items()]
+        case _:
+            raise ConfigError(
+                f"{what} is a {type(value).__name__} of another form than when the model was surveyed. Stages need the"
+                " same form in every batch."
+            )
+    return [tensor for one, part in pairs for tensor in pick(one, part, what)]
 
 
 def fill(form: Form, tensors: Sequence[Tensor]) -> Any:
@@ -207,13 +203,6 @@ def with_arguments(
     return (
         tuple(given.get(str(place), value) for place, value in enumerate(args)),
         kwargs | {name: value for name, value in given.items() if not name.isdecimal()},
-    )
-
-
-def _other_form(what: str, value: Any) -> ConfigError:
-    return ConfigError(
-        f"{what} is a {type(value).__name__} of another form than when the model was surveyed. Stages need the same"
-        " form in every batch."
     )
 
 

@@ -74,7 +74,21 @@ class Plan:
     """The first layer of each stage but the first."""
 
     def __post_init__(self) -> None:
-        self.validate()
+        """Every layer is in one stage, in order, and no stage is empty; ConfigError otherwise."""
+        check_layers(self.layers)
+        count = len(self.layers)
+        for cut in self.cuts:
+            if isinstance(cut, bool) or not isinstance(cut, int) or not 0 < cut < count:
+                raise ConfigError(
+                    f"A model of {plural(count, 'layer')} can be cut before layer 1 to {count - 1}, and not before"
+                    f" {cut!r}."
+                )
+        for earlier, later in pairwise(self.cuts):
+            if earlier >= later:
+                raise ConfigError(
+                    f"Cut points go up, and {list(self.cuts)} do not: {later} after {earlier} would leave a stage"
+                    " without layers."
+                )
 
     @staticmethod
     def at(layers: Sequence[Layer], cuts: Sequence[int] = ()) -> "Plan":
@@ -100,23 +114,6 @@ class Plan:
         own = before.sends - len(before.carries)
         sent = [*((start - 1, number) for number in range(own)), *before.carries]
         return {each: place for place, each in enumerate(sent)}
-
-    def validate(self) -> None:
-        """Every layer is in one stage, in order, and no stage is empty; ConfigError otherwise."""
-        check_layers(self.layers)
-        count = len(self.layers)
-        for cut in self.cuts:
-            if isinstance(cut, bool) or not isinstance(cut, int) or not 0 < cut < count:
-                raise ConfigError(
-                    f"A model of {plural(count, 'layer')} can be cut before layer 1 to {count - 1}, and not before"
-                    f" {cut!r}."
-                )
-        for earlier, later in pairwise(self.cuts):
-            if earlier >= later:
-                raise ConfigError(
-                    f"Cut points go up, and {list(self.cuts)} do not: {later} after {earlier} would leave a stage"
-                    " without layers."
-                )
 
     def __str__(self) -> str:
         total = sum(layer.seconds for layer in self.layers)
