@@ -158,7 +158,7 @@ def held_out(data: Any, batch_size: int | None, collate: Collate = None) -> Held
     rows = source.dataset
     if isinstance(data, DataLoader):
         collate = source.collate
-    if isinstance(data, DataLoader) and not isinstance(rows, StreamRows):
-        order = source.order.of(0, 0)
-        rows, collate = Subset(rows, order[order != EMPTY].tolist()), source.collate
+        if not isinstance(rows, StreamRows):
+            order = source.order.of(0, 0)
+            rows = Subset(rows, order[order != EMPTY].tolist())
     return HeldOut(rows=rows, batch_size=size, collate=collate)

@@ -46,10 +46,7 @@ class WholeModel(Sharded):
         self.model, self.optimizer = model, optimizer
         self.runs, self.rest, self.split = [], [], {}
         self.group_names = group_names(optimizer, names)
-
-    @property
-    def writer(self) -> Writer:
-        return Writer(0, 1)
+        self.writer = Writer(0, 1)
 
     @property
     def state_runs(self) -> list[FlatRun]:

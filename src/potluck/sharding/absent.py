@@ -41,6 +41,10 @@ QUESTIONS = {
 """Functions that need no numbers."""
 
 
+quiet: Callable[..., Any] = torch.compiler.disable
+"""Keeps a hook of ours out of what is compiled."""
+
+
 class AbsentParameter(nn.Parameter):
     """The class of a parameter while its block is not gathered; its own comes back with its numbers."""
 
@@ -100,7 +104,6 @@ def refuse_replacements(module: nn.Module, places: Sequence[SplitPlace]) -> None
         for place in places:
             place.check()
 
-    quiet: Callable[..., Any] = torch.compiler.disable
     module.register_forward_pre_hook(quiet(check), prepend=True)
 
 

@@ -30,6 +30,7 @@ from potluck.sharding.absent import (
     check_unwritten,
     name_of,
     name_parameter,
+    quiet,
     refuse_copy,
     refuse_replacements,
     watch,
@@ -107,7 +108,6 @@ class FullyShardedUnits:
                     self._at_end_of_backward, state._root_post_backward_final_callback
                 )
         if self._groups:
-            quiet: Callable[..., Any] = torch.compiler.disable
             model.register_forward_pre_hook(quiet(self._before_forward), prepend=True)
             model.register_forward_hook(quiet(self._after_forward))
 
@@ -365,7 +365,6 @@ class FullySharded(Sharded):
         self._point_optimizer(parts, number, held)
         self._whole: list[tuple[Tensor, int]] = []
         """The root's parameters while they are gathered after a forward, with their versions then."""
-        quiet: Callable[..., Any] = torch.compiler.disable
         model.register_forward_hook(quiet(self._after_forward))
         self._scatter: CodedScatter | None = None
         self._is_loaded = False

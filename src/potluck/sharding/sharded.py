@@ -72,6 +72,7 @@ class Sharded:
     """The names of the whole parameters of each of the optimizer's groups, as they were given."""
     collectives: Collectives
     """The ranks over which the model is split."""
+    writer: Writer
     in_step: bool = False
     """Whether every rank has to run as many backwards as the others, since they talk in each."""
     asks: bool = True
@@ -100,11 +101,8 @@ class Sharded:
         check_can_split(optimizer)
         self.model, self.optimizer, self.collectives = model, optimizer, Collectives(group)
         self.group_names = group_names(optimizer, {id(each): name for name, each in model.named_parameters()})
+        self.writer = Writer(self.collectives.rank, self.collectives.world)
         self.used = set()
-
-    @property
-    def writer(self) -> Writer:
-        return Writer(self.collectives.rank, self.collectives.world)
 
     @property
     def state_runs(self) -> list[FlatRun]:

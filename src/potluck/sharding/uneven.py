@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from potluck.sharding.absent import SplitPlace, refuse_replacements
+from potluck.sharding.absent import SplitPlace, quiet, refuse_replacements
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.optimizer_shard import weights_for
 from potluck.sharding.outputs import cast_floats, kept_by, later, tensors_of
@@ -206,7 +206,6 @@ class UnevenShards(Sharded):
         self._point(numbered, trained)
 
     def _hook(self, blocks: list[nn.Module]) -> None:
-        quiet: Callable[..., Any] = torch.compiler.disable
         for unit, module in zip(self._units, [*blocks, self.model], strict=True):
             module.register_forward_pre_hook(quiet(partial(self._before_forward, unit)), prepend=True, with_kwargs=True)
             module.register_forward_hook(quiet(partial(self._after_forward, unit)))

@@ -166,7 +166,7 @@ class StageShard(Sharded):
         """`inner`: what this rank holds of the stages, where they are split too. `is_first_of`: by name, whether this
         worker writes it, or another that has it too."""
         self.model, self.optimizer = model, optimizer
-        self._writer = Writer(rank, world)
+        self.writer = Writer(rank, world)
         self.split, self.group_names = whole.specs, whole.group_names
         self._tied = whole.tied
         self._device, self._inner = device, inner
@@ -183,10 +183,6 @@ class StageShard(Sharded):
             else:
                 self.rest.append(run)
             self._having.setdefault(run.span.name, []).append(run)
-
-    @property
-    def writer(self) -> Writer:
-        return self._writer
 
     def _found(self) -> Iterator[tuple[FlatRun, bool]]:
         """Yield the runs that are here, and whether each is this rank's to write: what is not split, each rank of the
