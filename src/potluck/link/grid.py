@@ -61,9 +61,6 @@ class Grid:
     def is_last(self) -> bool:
         return self.place == self.workers - 1
 
-    def ranks_of(self, pipeline: int) -> list[int]:
-        return [rank for rank in range(self.link.world) if self.pipeline_of(rank) == pipeline]
-
     def name_of(self, rank: int) -> str:
         """The stage that a rank holds, and of which pipeline; nothing where models are not cut."""
         pipeline = f" of {self.pipeline_of(rank)}" if self.pipelines > 1 else ""
@@ -116,7 +113,7 @@ def make_grid(link: Link, workers: int, each: int) -> Grid:
     if link.world == 1:
         return alone
     ranks = range(link.world)
-    stage_groups = [alone.ranks_of(pipeline) for pipeline in range(alone.pipelines)]
+    stage_groups = [[rank for rank in ranks if alone.pipeline_of(rank) == n] for n in range(alone.pipelines)]
     replica_groups = [[rank for rank in ranks if alone.place_of(rank) == place] for place in range(workers)]
     shards = link.part([ranks[first : first + each] for first in ranks[::each]]) if each > 1 else Alone()
     return Grid(link, workers, each, link.part(stage_groups), link.part(replica_groups), shards)

@@ -338,7 +338,7 @@ def connect(device: torch.device, patience_s: float) -> Link:
         )
     if world == 1 and rendezvous is not None:
         return Alone()
-    patience = timedelta(seconds=patience_s)
+    patience = timedelta(seconds=patience_s)  # for each wait below, and each that follows: torch's own is not the run's
     with _peers_may_vanish():
         meet = rendezvous_at(f"file://{rendezvous}" if rendezvous else "env://", rank, world, timeout=patience)
         store = next(meet)[0]

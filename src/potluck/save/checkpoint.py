@@ -100,7 +100,7 @@ def new_aside(folder: Path, step: int) -> Path:
     with failures_told(folder, aside, step):
         if not folder.exists():
             make_private(folder)
-            sync(folder.parent)
+            sync(folder.parent)  # else a power cut could leave checkpoints in a folder that has no name
         aside.mkdir()
     return aside
 
@@ -165,6 +165,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        # One thread: two would each remove what the other is writing.
         self._thread = ThreadPoolExecutor(1, "checkpoint writer")
         self._writing: Future[None] | None = None
 
@@ -238,7 +239,7 @@ def write_together(folder: Path, share: Share, snapshot: Snapshot, is_one_gone: 
             model.check_whole("it")
             optimizer.check_whole("it")
             said = snapshot.body | {"optimizer": optimizer.notes}
-        for rank in range(share.world):
+        for rank in range(share.world):  # before it has its name: nothing is in it then but what the manifest names
             share.done(rank).unlink()
         return finish(share.aside, FORMAT_IN_PARTS, sums, said)
 

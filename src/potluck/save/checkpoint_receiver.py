@@ -69,7 +69,7 @@ class CheckpointReceiver:
         aside = self.folder / f"{checkpoint_folder.WRITING}{step:08d}-{os.getpid()}-{self._generation}"
         try:
             make_private(self.folder)
-            sync(self.folder.parent)
+            sync(self.folder.parent)  # else a power cut could leave checkpoints in a folder that has no name
             unpacker = FileStreamReceiver(aside, header, MOST_BYTES)
             checkpoint_folder.check_space(self.folder, unpacker.total)
             while not unpacker.is_complete:

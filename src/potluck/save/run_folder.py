@@ -73,7 +73,10 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def hold(folder: Path, name: str = ".lock") -> IO[bytes]:
-    """Held while the run lives, whatever leads it; the system lets go of it however the run ends."""
+    """Held while the run lives, whatever leads it; the system lets go of it however the run ends.
+
+    Two runs in one folder would remove each other's checkpoints.
+    """
     try:
         file = (folder / name).open("ab")
     except OSError as error:

@@ -95,22 +95,21 @@ class Saves:
         if standing is None:
             return None
         path = Path(standing["path"])
-        without: set[str] = set()
         with ExitStack() as stack:
             opened = self._opener(stack, path, standing, part)
-            sources: list[Ranges] = []
 
-            def look() -> None:
+            def look() -> tuple[Ranges, Ranges, frozenset[str]]:
                 model, optimizer = opened(checkpoint_folder.MODEL), opened(checkpoint_folder.OPTIMIZER)
-                sources.extend((model, optimizer))
-                without.update(parts.check_left_out(replica.base, standing, model.tensors, str(path)))
+                without = parts.check_left_out(replica.base, standing, model.tensors, str(path))
                 parts.check_part(part, model, optimizer, standing["optimizer"], str(path), without)
                 check(path, standing)
+                return model, optimizer, without
+
+            model, optimizer, without = together(link, look)
 
             def fill() -> None:
-                parts.load_part(part, sources[0], sources[1], standing["optimizer"], without)
+                parts.load_part(part, model, optimizer, standing["optimizer"], without)
 
-            together(link, look)
             # Nobody could be told that rank 0 fails while it reads for all: they wait for its numbers then.
             together(link, fill) if part.is_split else fill()
             part.share()

@@ -164,7 +164,7 @@ class StoreChannel:
             # Without end: an object may be awaited long before anybody asks for it. receive() has the deadline.
             self._store.wait_for(key_of(label), room, f"the {label}", patience_s=float("inf"))
         finally:
-            is_there.set()
+            is_there.set()  # also where this failed: the thread that looks for the next one waits for it
         return arrived[0]
 
     def _memory_for(self, header: Header) -> Tensor:

@@ -55,8 +55,8 @@ class Bucket:
             unsigned_payload=not plain or _is_loopback(endpoint),
             client_options={
                 "allow_http": plain,
-                "timeout": limit,
-                "connect_timeout": min(limit, timedelta(seconds=10)),
+                "timeout": limit,  # else one request that is never answered would outlast our patience
+                "connect_timeout": min(limit, timedelta(seconds=10)),  # a server that is away is tried again by then
             },
             retry_config={"max_retries": 0, "retry_timeout": limit},  # we try again ourselves, and can be stopped
         )
