@@ -31,7 +31,6 @@ from potluck.sharding.runs import (
     homes,
     in_host_memory,
     run_of,
-    scaling,
     sparse_gradient,
     twice_in_one_backward,
 )
@@ -205,15 +204,15 @@ class ShardedOptimizer(Sharded):
     def step(self, scale: float = 1.0) -> None:
         """Steps this rank's range, on its gradient times `scale`. The others do not see it before the broadcast."""
         self._check_fresh()
-        self.finish()
         self.take_in()
-        with scaling(self.optimizer, self.gradients(), scale):
-            for flat in self.flats:
-                if flat.host_gradient is not None:
-                    flat.host_gradient.copy_(flat.gradient)
-            self._step_used()
-        self._forget()
+        super().step(scale)
         self._is_stale = self.collectives.world > 1 or self._offloads
+
+    def _step_used(self) -> None:
+        for flat in self.flats:
+            if flat.host_gradient is not None:
+                flat.host_gradient.copy_(flat.gradient)
+        super()._step_used()
 
     def _forget(self) -> None:
         for flat in self.flats:
