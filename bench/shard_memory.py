@@ -7,11 +7,18 @@ is measured is the memory under the tensors that a rank holds when its gradients
 optimizer has its state; the rank that holds most counts.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from bench.ranks import answer_as_rank, run_ranks
 from bench.report import Comparison, Result
 from bench.turns import say
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from potluck.sharding.sharded import Sharded
 
 THEORY = {
     "NoShard": lambda world: 16,
@@ -55,11 +62,39 @@ def measure_as_rank(name: str) -> dict[str, Any]:
     numbers = sum(parameter.numel() for parameter in side.weights.parameters())
     side.step()
     loss, samples = next_token_loss(side.model, next(side.batches))
-    side.engine.backward(loss, samples=samples)
-    replica = side.engine.run.replica
+    side.fleet.backward(loss, samples=samples)
+    replica = side.fleet.run.replica
     assert replica is not None
+    replica.unseal()
     replica.finish()
-    return {"held": replica.memory_bytes(), "numbers": numbers}
+    if replica.sharded is not None:
+        return {"held": held_bytes(replica.sharded), "numbers": numbers}
+    parameters = list(side.weights.parameters())
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    return {"held": bytes_under(parameters, gradients, replica.optimizer), "numbers": numbers}
+
+
+def held_bytes(sharded: "Sharded") -> dict[str, int]:
+    """Count the bytes that this rank holds of a split model between backward and step."""
+    import torch
+
+    with torch._C.DisableTorchFunctionSubclass():  # a split parameter refuses to say where it lies
+        trained = [each.data for each in sharded.model.parameters() if each.requires_grad]
+    local = [getattr(each, "_local_tensor", each) for each in trained]
+    runs = [run.parameter for run in (*sharded.runs, *sharded.rest)]
+    return bytes_under([*local, *runs], sharded.gradients(), sharded.optimizer)
+
+
+def bytes_under(
+    parameters: "Sequence[Tensor]", gradients: "Sequence[Tensor]", optimizer: "Optimizer"
+) -> dict[str, int]:
+    """Count the bytes of memory under these tensors and the optimizer's state, each storage once."""
+    state = [value for each in optimizer.state.values() for value in each.values() if getattr(value, "ndim", 0)]
+    sizes = {}
+    for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("state", state)):
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        sizes[kind] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sizes
 
 
 if __name__ == "__main__":

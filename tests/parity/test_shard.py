@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import potluck
+from bench.shard_memory import held_bytes
 from potluck import FullShard, HybridShard, NoShard, ShardGradOp, StepConfig, Sync
 from potluck.data.rows import mix
 from potluck.errors import ConfigError
@@ -19,7 +20,7 @@ from potluck.events import EpochDone, StepSkipped
 from potluck.link.link import connect
 from potluck.replica.replica import Replica
 from potluck.sharding import collectives, runs
-from tests.gathered import gathered
+from tests.gathered import gathered, sharded_of
 from tests.quick import first_of
 from tests.ranks import run_ranks
 
@@ -319,9 +320,9 @@ def bytes_held(strategy: Any) -> dict[str, Any]:
             fleet.backward(model(torch.ones(2, 64, device=fleet.device)).square().mean(), samples=2)
             replica.unseal()  # type: ignore[union-attr]
             replica.finish()  # type: ignore[union-attr]
-            held = replica.sharded.memory_bytes()  # type: ignore[union-attr]
+            held = held_bytes(sharded_of(fleet))
             fleet.step()
-            held["state"] = replica.sharded.memory_bytes()["state"]  # type: ignore[union-attr]
+            held["state"] = held_bytes(sharded_of(fleet))["state"]
         left = sum(parameter.untyped_storage().nbytes() for parameter in given)
         return held | {"numbers": 8 * (64 * 64 + 64), "left": left}
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import potluck
+from bench.shard_memory import held_bytes
 from potluck import Direct, ShardGradOp, Stages, Sync
 from potluck.errors import ConfigError
 from potluck.link.link import connect
@@ -227,7 +228,7 @@ def weigh(weights: tuple[float, ...]) -> dict[str, Any]:
         model(torch.ones(4, 8)).sum().backward()
         between = gathered_bytes(sharded)
         sharded.step()
-    return {**sharded.memory_bytes(), "most": most, "between": between}
+    return {**held_bytes(sharded), "most": most, "between": between}
 
 
 def test_each_rank_holds_its_share_and_a_block_or_two() -> None:
@@ -444,7 +445,7 @@ def driver(weights: Any) -> dict[str, Any]:
         losses.append(fleet.step().loss)
     held = fleet.run.prepared().sharded
     fleet.close()
-    return {"losses": torch.tensor(losses), "kind": type(held).__name__, "held": held.memory_bytes()["state"]}
+    return {"losses": torch.tensor(losses), "kind": type(held).__name__, "held": held_bytes(held)["state"]}
 
 
 def test_full_shard_with_weights_is_uneven() -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.shard_memory import held_bytes
 from potluck.errors import ConfigError
 from potluck.link.link import connect
 from potluck.sharding import collectives
@@ -107,7 +108,7 @@ def ours(
     return {
         "weights": torch.cat([p.detach().reshape(-1) for p in model.parameters()]),
         "same": is_same,
-        "bytes": sharded.memory_bytes(),
+        "bytes": held_bytes(sharded),
         "size": sharded.flats[0].shard.shard_size,
     }
 

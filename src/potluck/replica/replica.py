@@ -37,7 +37,6 @@ from potluck.sharding.runs import (
     Span,
     can_skip,
     dense_gradient,
-    held_bytes,
     scaling,
     state_at,
     step_unless,
@@ -425,10 +424,6 @@ class Replica:
         for parameter in self.trained:
             parameter.grad = None
         self._is_armed_for_last = False
-
-    def memory_bytes(self) -> dict[str, int]:
-        """What this rank holds of the model and its optimizer, between the last backward and the step."""
-        return held_bytes(list(self.model.parameters()), self._gradients(), self.optimizer)
 
     # Buffers that are saved with the model: running statistics and the like
 

@@ -250,9 +250,6 @@ class ShardedReplica(Replica):
         self._forget_unstepped()
         self._is_armed_for_last = False
 
-    def memory_bytes(self) -> dict[str, int]:
-        return self.sharded.memory_bytes()
-
     def align(self) -> None:
         if self._across.world > 1:
             self.before_parts_are_used()

@@ -242,17 +242,6 @@ def state_at(device: torch.device, known: Mapping[str, Any], group: Mapping[str,
     }
 
 
-def held_bytes(parameters: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer) -> dict[str, int]:
-    """Count the bytes of memory under these tensors and the optimizer's state, each storage once."""
-    values = [value for each in optimizer.state.values() for value in each.values()]
-    state = [part for value in values if isinstance(value, Tensor) and value.dim() for part in plain_tensors(value)]
-    sizes = {}
-    for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("state", state)):
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        sizes[kind] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    return sizes
-
-
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors of numbers that make up one which codes its own, as torchao's do; else the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):

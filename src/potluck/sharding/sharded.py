@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from potluck.coded_numbers import Coding
 from potluck.sharding.collectives import Collectives
 from potluck.sharding.ranges import Spec
-from potluck.sharding.runs import FlatRun, first_names, group_names, held_bytes, repoint, scaling, total_norm
+from potluck.sharding.runs import FlatRun, first_names, group_names, repoint, scaling, total_norm
 from potluck.sharding.whole_steps import WholeSteps, check_can_split, check_hooks, names_stepped_whole
 
 
@@ -254,10 +254,3 @@ class Sharded:
     def _check_hooks(self) -> None:
         if self.collectives.world > 1:
             check_hooks(self.optimizer)
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Count the bytes that this rank holds of the model between backward and step."""
-        return held_bytes(self._parameters(), self.gradients(), self.optimizer)
-
-    def _parameters(self) -> list[Tensor]:
-        return [run.parameter for run in self.runs]

@@ -126,10 +126,6 @@ class UnevenShards(Sharded):
         self._in_backward = self._makes_graph = False
         self._current = None
 
-    def _parameters(self) -> list[Tensor]:
-        gathered = [stretch.whole for unit in self._units for stretch in unit.stretches]
-        return [home.flat for home in self._homes.values()] + gathered
-
     def _agree(self, told: Tensor) -> None:
         for over in (self.collectives, self._nodes):
             if over is not None:

@@ -261,9 +261,6 @@ class ShardedOptimizer(Sharded):
                 " rank has only its own range of the new ones. Call it after every step()."
             )
 
-    def _parameters(self) -> list[Tensor]:
-        return [flat.numbers for flat in self.flats]
-
     # How it is made
 
     def _check(self, model: nn.Module) -> None:
