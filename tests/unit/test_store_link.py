@@ -26,9 +26,12 @@ PATIENCE_S = 20.0
 
 
 def link_at(url: str, rank: int, world: int, *, keeps: bool = False, patience_s: float = PATIENCE_S) -> StoreLink:
-    link = StoreLink(rank, world, keeps=keeps)
+    return opened(StoreLink(rank, world, keeps=keeps), url, patience_s)
+
+
+def opened(link: StoreLink, url: str, patience_s: float = PATIENCE_S) -> StoreLink:
     store = Store(url, run="run", generation=1, patience_s=patience_s)
-    link.open(StoreSession(store, f"worker-{rank}", f"worker {rank}"))
+    link.open(StoreSession(store, f"worker-{link.rank}", f"worker {link.rank}"))
     return link
 
 
@@ -88,8 +91,9 @@ def test_every_operation_gives_what_any_link_gives_and_leaves_nothing(world: int
 
 
 def talk_in_parts(tell: Tell, url: str, rank: int) -> None:
-    link = link_at(url, rank, 4)
+    link = StoreLink(rank, 4)
     pairs, columns = link.part([[0, 1], [2, 3]]), link.part([[0, 2], [1, 3]])
+    opened(link, url)
     assert (pairs.rank, pairs.world, columns.rank) == (rank % 2, 2, rank // 2)
     assert columns.gather_rows([rank]) == [[rank % 2], [rank % 2 + 2]]
     for _ in range(1 + rank // 2):
@@ -197,11 +201,12 @@ def test_what_somebody_may_still_need_survives_that_all_closed(tmp_path: Path) -
 
 def train(tell: Tell, url: str, saved: str, rank: int, steps: int, driver: bool) -> None:
     """Each step mixes in what all computed from their state; every third step's state is saved."""
-    link = link_at(url, rank, 2, keeps=True)
+    link = StoreLink(rank, 2, keeps=True)
+    part = link.part([[0, 1]])
+    opened(link, url)
     path = Path(saved)
     state = json.loads(path.read_text()) if path.exists() else {"step": 0, "x": [1.0, 2.0 + rank], "position": {}}
     link.stand_at(state["position"])
-    part = link.part([[0, 1]])
     tell(state["step"])
     for step in range(state["step"], steps):
         if driver:
@@ -324,9 +329,11 @@ def test_a_wait_in_vain_names_the_worker(tmp_path: Path) -> None:
 
 
 def test_a_wait_in_vain_in_a_part_names_the_worker_as_all_know_it(tmp_path: Path) -> None:
-    link = link_at(url_of(tmp_path), 3, 4, patience_s=0.2)
+    link = StoreLink(3, 4)
+    part = link.part([[0, 1], [2, 3]])
+    opened(link, url_of(tmp_path), patience_s=0.2)
     with pytest.raises(WorkerLost, match=r"for worker 2, for operation 0 of run run \(part-0-1\)"):
-        link.part([[0, 1], [2, 3]]).start_sum(torch.zeros(3)).wait()
+        part.start_sum(torch.zeros(3)).wait()
     link.close()
 
 

@@ -162,9 +162,6 @@ class StorePart(Link):
             self._receive(number, of, numbers, b"")
         self.finished(number)
 
-    def close(self) -> None:
-        """The whole closes its parts."""
-
     # Operations, by their numbers
 
     @property
@@ -317,11 +314,7 @@ class StoreLink(StorePart):
         self._keeps, self.log = keeps, Log()
         self.sums = Background(IN_FLIGHT, "potluck-sum")
         self._session: StoreSession | None = None
-        self._floors_before: Position = {}
-        """What the worker that was here before us has told of its parts."""
         self._parts: dict[str, StorePart] = {}
-        self._planned: Position = {}
-        """Where parts that are not made yet will begin."""
         self._durable: Position = {}
         self._changed, self._closing = threading.Event(), threading.Event()
         # A thread, so that no operation of training waits for a mark to be written, or for old objects to be deleted.
@@ -331,10 +324,9 @@ class StoreLink(StorePart):
     def open(self, session: StoreSession) -> None:
         """Begin to speak: the store is known to be this run's. Ranks and parts are known before."""
         self._session = session
-        if session.claim.was_held:
-            self._floors_before = self._mark_of(self.rank)["floors"]
+        floors_before = self._mark_of(self.rank)["floors"] if session.claim.was_held else {}
         for part in self._parts.values():
-            part.take_over(session, self._floors_before.get(part.name, 0))
+            part.take_over(session, floors_before.get(part.name, 0))
         self._teller.start()
 
     @property
@@ -348,22 +340,19 @@ class StoreLink(StorePart):
         return StorePart(self, self.rank, f"part-{len(self._parts) - 1}-{own}", groups[own])
 
     def add(self, part: StorePart) -> None:
-        part.number = self._planned.pop(part.name, 0)
-        if self._session is not None:
-            part.take_over(self._session, self._floors_before.get(part.name, 0))
-        self._parts = self._parts | {part.name: part}  # a new one, since another thread reads it
+        assert self._session is None, "another thread goes through the parts once the link is open"
+        self._parts[part.name] = part
 
     @property
     def position(self) -> Position:
         """Where this rank stands, parts included. Nothing may be under way."""
-        return self._planned | {name: part.settled for name, part in self._parts.items()}
+        return {name: part.settled for name, part in self._parts.items()}
 
     def stand_at(self, position: Mapping[str, int]) -> None:
-        """Continues from a position that was saved. Before anything else, and before the parts are made again."""
-        self._planned = {str(name): int(number) for name, number in position.items()}
-        self._durable = dict(self._planned)  # for that is where we come from
-        for part in self._parts.values():
-            part.number = self._planned.pop(part.name, 0)
+        """Continues from a position that was saved. Before anything else."""
+        self._durable = {str(name): int(number) for name, number in position.items()}  # for that is where we come from
+        for name, part in self._parts.items():
+            part.number = self._durable.get(name, 0)
 
     def durable(self, position: Mapping[str, int] | None = None) -> None:
         """A worker that starts again will never ask for anything before this position; none: before the present one."""
@@ -426,8 +415,8 @@ class StoreLink(StorePart):
 
     def _has_leftovers(self) -> bool:
         """Whether we are past something that others were not past when we looked."""
-        parts, floors = self._parts, self._floors()  # in this order: there may be a new one between the two
-        return any(min(part.given, default=floors[name]) < floors[name] for name, part in parts.items())
+        floors = self._floors()
+        return any(min(part.given, default=floors[name]) < floors[name] for name, part in self._parts.items())
 
     def _floors(self) -> Position:
         """Return each part's oldest operation that we may still read; older objects can be deleted."""
@@ -444,8 +433,8 @@ class StoreLink(StorePart):
         if not any(part.given for part in self._parts.values()):
             return
         told = {rank: self._mark_of(rank)["floors"] for rank in self.members if rank != self.rank}
-        parts, told[self.rank] = self._parts, self._floors()
-        for name, part in parts.items():
+        told[self.rank] = self._floors()
+        for name, part in self._parts.items():
             part.forget(min(told[rank].get(name, 0) for rank in part.members))
 
     def _clear_if_last(self) -> None:
