@@ -29,6 +29,7 @@ from potluck.words import duration, plural, say
 STEP = "fleet.step()"
 END = "the end of its script"
 LOOK_S = 1.0
+"""Seconds between two looks at whether this rank has made a further call."""
 QUIET_S = 2.0
 """Seconds in one call after which a rank tells the others where it is, and compares."""
 WAITING_S = 10.0

@@ -145,7 +145,7 @@ class StoreRun:
         if not self._run:
             self.close()
             return
-        self.link.durable()
+        self.link.durable()  # first: until they hear of it, the others keep what they gave for a successor of ours
         if self._channel is not None:
             self._channel.end()
         # Also files that nobody took since they were given twice, and what was being written when we were killed.
