@@ -93,22 +93,23 @@ def _main() -> int:
         description=DESCRIPTION,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    return command(*scripts) if isinstance(command, Run | Join | Up) else command()
+    return command(*scripts) if isinstance(command, Run | Host | Join | Up) else command()
 
 
 TAKES_VALUE = {"-n", "--workers", "--threads", "--ranks", "--data", "--base", "--only", "--out", "--set"}
 TAKES_VALUE |= {"--as", "--on", "--port", "--address", "--patience", "--at-least", "--watch", "--hours"}
-"""Options of `run`, `join` and `up`, whose value may be mistaken for the script or the invite."""
+TAKES_VALUE |= {"--host", "--identity", "--track", "--page"}
+"""Options of `run`, `host`, `join` and `up`, whose value may be mistaken for the script or the invite."""
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Ours, and what follows the script of `run` or `up`, or the invite of `join`: those are the script's own."""
-    if not arguments or arguments[0] not in ("run", "join", "up"):
+    """Ours, and what follows the script of `run`, `host` or `up`, or the invite of `join`: the script's own."""
+    if not arguments or arguments[0] not in ("run", "host", "join", "up"):
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
         index += 2 if arguments[index] in TAKES_VALUE else 1
-    if arguments[0] == "up" and not "".join(arguments[index : index + 1]).endswith(".py"):
+    if arguments[0] in ("host", "up") and not "".join(arguments[index : index + 1]).endswith(".py"):
         return arguments, []  # a recipe has no arguments of its own, and options may follow it
     return arguments[: index + 1], arguments[index + 1 :]
 

@@ -169,7 +169,7 @@ def test_ctrl_c_on_the_host_saves_for_all_and_a_wrong_invite_gets_nothing(
 def test_a_script_of_ones_own_is_joined_with_a_copy_of_it(place: Path) -> None:
     script = place / "own_loop.py"
     script.write_text((ROOT / "examples" / "own_loop.py").read_text().replace("EPOCHS = 3", "EPOCHS = 2"))
-    host = start(place, "host", "own_loop.py", "--out", "spirals", "--at-least", "2", "--threads", "1")
+    host = start(place, "host", "--out", "spirals", "--at-least", "2", "--threads", "1", "own_loop.py")
     line = invite_of(place / "spirals")
     worker = join(place, line, "own_loop.py")
     out, error = host.communicate(timeout=90)
@@ -267,7 +267,7 @@ if fleet.rank == 0:
 @pytest.mark.slow
 def test_a_script_whose_replicas_are_split_is_joined_by_a_node(place: Path) -> None:
     (place / "own.py").write_text(SCRIPT)
-    host = start(place, "host", "own.py", "-n", "0", "--out", "run")
+    host = start(place, "host", "-n", "0", "--out", "run", "own.py")
     joined = join(place, invite_of(place / "run"), "own.py")
     out, said = joined.communicate(timeout=90)
     assert joined.returncode == 0 and "ended by itself: True 2" in out, (out, said)

@@ -53,7 +53,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     """The weights of a run that nobody disturbed."""
     place = tmp_path_factory.mktemp("alone")
     script(place, pause=0.0)
-    done = run(place, "host", "own.py", "--threads", "1")
+    done = run(place, "host", "--threads", "1", "own.py")
     assert done.returncode == 0 and "Finished 60 steps" in done.stdout and "Saved in" in done.stdout, done
     return weights(place / "runs" / "own")
 
@@ -68,7 +68,7 @@ def test_ctrl_c_on_the_host_saves_and_resume_continues_at_the_step_it_names(
 ) -> None:
     script(tmp_path)
     folder = tmp_path / "runs" / "own"
-    host = start(tmp_path, "host", "own.py", "--threads", "1")
+    host = start(tmp_path, "host", "--threads", "1", "own.py")
     wait_until(lambda: len(steps(folder)) >= 4)
     host.send_signal(signal.SIGINT)
     out, error = host.communicate(timeout=60)
@@ -91,7 +91,7 @@ def test_a_joiner_with_a_script_sees_the_run_and_leaves_politely(
 ) -> None:
     script(tmp_path)
     folder = tmp_path / "run"
-    host = start(tmp_path, "host", "own.py", "-n", "0", "--out", "run")
+    host = start(tmp_path, "host", "-n", "0", "--out", "run", "own.py")
     first = join(tmp_path, invite_of(folder), "own.py")
     wait_until(lambda: len(steps(folder)) >= 12)  # in the second epoch
     second = join(tmp_path, invite_of(folder), "own.py")
@@ -113,7 +113,7 @@ def test_a_joiner_needs_nothing_that_only_unix_has(tmp_path: Path, monkeypatch: 
     """As far as this can be seen here: what Windows lacks is taken away from the joiner and from what it starts."""
     script(tmp_path, pause=0.0)
     folder = tmp_path / "run"
-    host = start(tmp_path, "host", "own.py", "-n", "0", "--out", "run")
+    host = start(tmp_path, "host", "-n", "0", "--out", "run", "own.py")
     invite = invite_of(folder)
     path = [str(Path(__file__).parent / "no_unix"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
@@ -133,7 +133,7 @@ def test_what_a_resume_has_lost_is_said(tmp_path: Path) -> None:
     """The host and all of its workers were killed before there was a checkpoint."""
     script(tmp_path)
     folder = tmp_path / "run"
-    host = start(tmp_path, "host", "own.py", "--out", "run", "--threads", "1")
+    host = start(tmp_path, "host", "--out", "run", "--threads", "1", "own.py")
     wait_until(lambda: len(steps(folder)) >= 3)
     workers = children(host.pid)
     host.kill()
@@ -141,7 +141,7 @@ def test_what_a_resume_has_lost_is_said(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_alive, workers)))
     done = steps(folder)[-1]
     script(tmp_path, pause=0.0)
-    again = run(tmp_path, "host", "own.py", "--out", "run", "--threads", "1", "--resume", "--patience", "1")
+    again = run(tmp_path, "host", "--out", "run", "--threads", "1", "--resume", "--patience", "1", "own.py")
     assert again.returncode == 0, again.stderr
     lost = re.search(r"Nobody has the weights of step (\d+) any more\. The run continues from the start", again.stdout)
     assert lost and int(lost[1]) >= done, again.stdout
@@ -151,7 +151,7 @@ def test_what_a_resume_has_lost_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_loop_that_counts_itself_shows_no_total(tmp_path: Path) -> None:
     script(tmp_path, pause=0.0, epochs="range(2)")
-    done = run(tmp_path, "host", "own.py", "--threads", "1")
+    done = run(tmp_path, "host", "--threads", "1", "own.py")
     assert done.returncode == 0, done.stderr
     assert re.search(r"step \d+, loss", done.stdout) and not re.search(r"step \d+/", done.stdout)
     assert started(tmp_path / "runs" / "own")[0]["steps_total"] == 0

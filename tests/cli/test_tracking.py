@@ -107,7 +107,7 @@ def test_a_loop_of_ones_own_is_tracked_by_rank_0_and_heard_on_every_rank(place: 
 def test_under_a_host_a_joiner_hears_its_own_view_and_reports_nothing(place: Path) -> None:  # noqa: F811
     (place / "loop.py").write_text(SCRIPT)
     host = subprocess.run(
-        [*POTLUCK, "host", "loop.py", "-n", "2", "--at-least", "2", "--out", "here", "--track", "tensorboard"],
+        [*POTLUCK, "host", "-n", "2", "--at-least", "2", "--out", "here", "--track", "tensorboard", "loop.py"],
         cwd=place,
         capture_output=True,
         text=True,

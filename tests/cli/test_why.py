@@ -91,7 +91,7 @@ def test_a_worker_that_hangs_under_a_host_is_named_while_it_does_and_by_a_replay
 
 @pytest.mark.slow
 def test_a_worker_that_is_stuck_tells_the_host_where_before_it_is_given_up(place: Path) -> None:
-    host = start(place, "host", "loop.py", "-n", "2", "--at-least", "2", "--patience", "6", "--out", "run")
+    host = start(place, "host", "-n", "2", "--at-least", "2", "--patience", "6", "--out", "run", "loop.py")
     said = host.communicate(timeout=90)
     assert host.returncode == 0, said
     stalled = [each for each in read_events(place / "run" / "events.jsonl") if each["event"] == "stalled"]

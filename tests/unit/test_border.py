@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "commands": "fleet.flight fleet.invite fleet.replaying fleet.waits save.checkpoint_folder save.export",
     "launch": "agree.terms composition engine.start link.link link.ranks save.checkpoint_folder"
     " save.checkpoint_receiver save.run_folder wire.words fleet.base_folder fleet.coordinator"
-    " fleet.description fleet.effects fleet.flight fleet.invite fleet.journal fleet.server",
+    " fleet.description fleet.effects fleet.flight fleet.invite fleet.journal fleet.script fleet.server",
 }
 PARTS = {"works"}
 """Parts of an engine that nothing else is called."""

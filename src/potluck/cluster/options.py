@@ -92,8 +92,7 @@ class UpOptions:
             patience_s=self.patience_s,
             at_least=self.at_least,
         )
-        args = host_args(options)
-        return replace(args, command=(*args.command, *self.arguments) if self.is_script else args.command)
+        return host_args(options, self.arguments if self.is_script else ())
 
     def group_command(self, folder: Path, *, resume: bool) -> list[str]:
         """Return the command that a rank of a fixed group runs: as under potluck train, or potluck run."""

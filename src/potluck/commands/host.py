@@ -1,6 +1,7 @@
 """`potluck host`, `potluck invite`, which makes its invite before it is started, and `potluck up`."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from potluck.environment import check_patience
 from potluck.errors import ConfigError
 from potluck.launch.options import HostOptions, host_args
 from potluck.train.arguments import as_settings
+from potluck.words import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +21,23 @@ class Host(HostOptions):
     """Lead a run that workers on any machine may join and leave at any time, and print the line to join it with.
 
     Any worker may be killed, and so may the host: start it again with --resume. What is trained is a recipe, or a
-    script of yours, of which every joiner needs a copy.
+    script of yours, of which every joiner needs a copy. Options come before a script: everything after its name is
+    passed to it, here and on joiners that give it no arguments of their own.
     """
 
-    def __call__(self) -> int:
+    def __call__(self, *arguments: str) -> int:
         from potluck.launch.host import host, with_base
 
-        return host(with_base(host_args(self)))
+        tell_of_options(self.what, arguments)
+        return host(with_base(host_args(self, arguments)))
+
+
+def tell_of_options(script: str, arguments: Sequence[str]) -> None:
+    """Say that an option behind a script is the script's, where `potluck host` has one of that name, too."""
+    own = {"-n", *(f"--{each.name.replace('_s', '').replace('_', '-')}" for each in fields(HostOptions))}
+    taken = [word for word in arguments if word.partition("=")[0] in own]
+    if taken:
+        say(f"{taken[0]} goes to {script}. To give it to potluck host, write it before the script.")
 
 
 @dataclass

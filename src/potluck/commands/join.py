@@ -13,7 +13,8 @@ from potluck.train.arguments import as_settings
 class Join:
     """Join a run: paste the line that `potluck host` printed. Ctrl-C leaves it politely, and it continues.
 
-    Without a script, what is trained comes from the host as a recipe, never as code. Options come before the invite.
+    Without a script, what is trained comes from the host as a recipe, never as code. A script without arguments gets
+    those of the host; -- after its name: none. Options come before the invite.
     """
 
     invite: Annotated[tyro.conf.Positional[str], option("INVITE [SCRIPT [ARGUMENTS ...]]")]

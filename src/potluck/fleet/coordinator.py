@@ -210,7 +210,7 @@ class Coordinator(CoordinatorState):
         went = WorkerWent(
             worker=member.worker_id,
             name=member.name,
-            reason="it asked for the base model alone" if has_fetched else member.goodbye or why,
+            reason="it asked a question, and took no part" if has_fetched else member.goodbye or why,
             polite=member.leaving or has_fetched or self.finished is not None,
             workers=len(self.membership.ready),
             owed=bool(member.nodes),

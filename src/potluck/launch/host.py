@@ -43,6 +43,7 @@ from potluck.fleet.effects import Finish, StepRecord
 from potluck.fleet.flight import FLIGHT
 from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, reachable, read_invite
 from potluck.fleet.journal import Journal, set_aside
+from potluck.fleet.script import script_table
 from potluck.fleet.server import Server
 from potluck.launch.options import HostArgs
 from potluck.launch.processes import WorkerPool
@@ -202,7 +203,7 @@ class _Host:
         newest = self.receiver.newest() if args.resume and not (standing and standing.version) else None
         if newest is not None:  # the journal was removed, or the run was not led by a host so far
             standing = newest[1]
-        steps = standing.version if standing is not None else 0
+        steps = standing.step if standing is not None else 0
         if not args.resume and (steps or checkpoint_folder.holds_any(self.receiver.folder)):
             at = f", at step {steps}" if steps else ""
             raise ConfigError(
@@ -215,7 +216,7 @@ class _Host:
         coordinator = Coordinator(
             patience_s=self.options.patience_s,
             secret="" if self.options.insecure else identity.secret,
-            recipe=args.recipe,
+            recipe=args.recipe or script_table(args.command),
             at_least=self.options.at_least,
             plain_peers=self.options.insecure,
             resumed=resumed,
@@ -295,7 +296,8 @@ class _Host:
             return
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
         print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
-        print(f"  potluck join {invite.line()}{'' if self.args.recipe else ' SCRIPT'}", flush=True)
+        script = "" if self.args.recipe else f" {shown_arguments(self.args.command)}"
+        print(f"  potluck join {invite.line()}{script}", flush=True)
         print(f"  {path}", flush=True)
         if is_loopback(invite.host):
             print("Other machines can join a host that is started with --host 0.0.0.0.", flush=True)
@@ -445,8 +447,8 @@ class _Host:
         if fault:  # what is saved is older than what was trained
             self._say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
-            what = f"{self.folder}/run.toml" if self.args.recipe else self.args.command[0]
-            again = f" Continue with: potluck host {what} --out {self.folder} --resume" if saved else ""
+            what = f"{self.folder}/run.toml" if self.args.recipe else shown_arguments(self.args.command)
+            again = f" Continue with: potluck host --out {self.folder} --resume {what}" if saved else ""
             self._say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""

@@ -7,6 +7,7 @@ back, or on Ctrl-C, it ends. Each worker hands over its own work when it goes. I
 import json
 import os
 import platform
+import shlex
 import signal
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from potluck.environment import IGNORED, LEAVING, QUIET, RETURNING, usable_cores
 from potluck.errors import ConfigError, Interrupted
 from potluck.fleet.base_folder import fetch_base
 from potluck.fleet.invite import INVITE, Invite, read_invite
+from potluck.fleet.script import ask_for_script
 from potluck.launch.absence import Absence, Hours, YieldWatch, decide_absence, family, find_use
 from potluck.launch.control import Joiner, controlled
 from potluck.launch.notices import Notice, NoticeWatch
@@ -32,6 +34,7 @@ from potluck.signals import Interrupts, handling, held_back
 from potluck.system import HAS_GROUPS
 from potluck.train.arguments import FILES_ASKED, WorkersConfig, as_settings
 from potluck.waiting import POLL_S
+from potluck.wire.words import clean
 from potluck.words import say
 
 GRACE_S = 25.0
@@ -74,6 +77,10 @@ def join(
     if HAS_GROUPS and invite != HIDDEN and invite != "-" and not Path(invite).is_file():
         # Where programs cannot be replaced, arguments are the user's own to read.
         hide_invite(host_invite.line(), invite)
+    if len(script) == 1:
+        script = _with_arguments_of_host(script, host_invite)
+    elif script[1:] == ["--"]:
+        script = script[:1]
     if fetches_base:
         settings = (*settings, *as_settings({"model.hf": str(_fetched(host_invite))}))
     name = f"{platform.node()}-{os.getpid()}"
@@ -86,6 +93,16 @@ def join(
             if not asked or not _says_yes(asked):
                 return code
             settings = (*settings, *as_settings({"data.paths": asked}))
+
+
+def _with_arguments_of_host(script: list[str], invite: Invite) -> list[str]:
+    """A joiner that gives its script no arguments runs it as the host does, which is said."""
+    hosted = ask_for_script(invite, f"{platform.node()}-{os.getpid()}-asks", say)
+    if hosted is None or not hosted.arguments:
+        return script
+    command = [*script, *hosted.arguments]
+    say(f"Running {clean(shlex.join(command))}, with the host's arguments. Write -- after the script for none.")
+    return command
 
 
 def _fetched(invite: Invite) -> Path:

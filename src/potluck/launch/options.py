@@ -4,6 +4,7 @@ Imports no torch.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,7 +78,7 @@ def workers_config(count: int, threads: int | None, ranks: int | None = None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    what: Annotated[tyro.conf.Positional[str], option("RECIPE|SCRIPT")]
+    what: Annotated[tyro.conf.Positional[str], option("RECIPE|SCRIPT [ARGUMENTS ...]")]
     """A recipe, as for train; or a Python file, as for run."""
     data: Data = ()
     workers: Annotated[int, option("N", aliases=["-n"])] = 1
@@ -126,7 +127,8 @@ class HostArgs:
     """The folder of the base model, for workers that lack it."""
 
 
-def host_args(options: HostOptions) -> HostArgs:
+def host_args(options: HostOptions, arguments: Sequence[str] = ()) -> HostArgs:
+    """`arguments`: the script's own."""
     if options.workers < 0 or options.at_least < 1 or not 0 <= options.port < 1 << 16:
         raise ConfigError("--workers is at least 0, --at-least 1, and --port below 65,536.")
     if options.insecure and options.identity is not None:
@@ -136,7 +138,7 @@ def host_args(options: HostOptions) -> HostArgs:
         if not Path(what).is_file():
             raise ConfigError(f"There is no script {what}.")
         recipe, name = "", Path(what).stem
-        command: tuple[str, ...] = (what,)
+        command: tuple[str, ...] = (what, *arguments)
     else:
         text, source = find_recipe(what)
         asked = as_settings({"data.paths": options.data, "fit.track": check_trackers(track)})

@@ -18,6 +18,7 @@ from potluck.finetune.base_files import cached
 from potluck.finetune.ending import show_hosted, show_result
 from potluck.finetune.recipe import FinetuneConfig, train_finetune
 from potluck.finetune.settings import is_finetune
+from potluck.fleet.script import read_script
 from potluck.train.arguments import TrainArgs, ask_for_files, find_recipe
 from potluck.train.recipe import RecipeConfig, RunConfig, train_recipe
 from potluck.train.summary import show_summary
@@ -70,9 +71,11 @@ def join(arguments: list[str]) -> None:
     settings = tuple(json.loads(arguments[0]))  # what was given by --data, and nothing else
     joined = Joined()
     try:
-        if not joined.recipe:
+        script = read_script(joined.recipe)
+        if not joined.recipe or script is not None:
+            shown = script.shown if script is not None else "SCRIPT"
             raise ConfigError(
-                "This host trains a script, not a recipe. Join with your copy of it: potluck join INVITE SCRIPT"
+                f"This host trains a script, not a recipe. Join with your copy of it: potluck join INVITE {shown}"
             )
         try:
             config = read_recipe(joined.recipe, "the host's recipe", settings)
