@@ -210,7 +210,7 @@ def _train(case: Case, leg: Leg, number: int, folder: str, phase: list[str]) -> 
                 if log.is_over(leg):
                     if isinstance(policy, potluck.Sync):
                         break
-                    fleet.request_stop()
+                    fleet.interrupt()
             log.ends.append(len(log.windows) - 1)
         first = phase[0]
         phase[0] = "saved"

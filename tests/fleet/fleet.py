@@ -156,7 +156,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             step=options.get("step", StepConfig()),
             wire=options.get("wire", "fp32"),
         )
-        signal.signal(signal.SIGUSR1, lambda number, frame: fleet.request_stop())
+        signal.signal(signal.SIGUSR1, lambda number, frame: fleet.interrupt())
         (place / f"{name}.in").touch()
 
         def on_step(fleet: Any) -> None:

@@ -56,6 +56,7 @@ from potluck.wire.messages import (
     CodedAverage,
     CodedPart,
     Committed,
+    EndRun,
     Evaluated,
     EvaluateNext,
     Gather,
@@ -1037,6 +1038,35 @@ def test_a_stop_makes_the_step_under_way_the_last() -> None:
     assert list(run.disk.states) == [3]
 
 
+@pytest.mark.parametrize(("finished", "reason"), [(1, "finished"), (0, "interrupted")])
+def test_a_script_that_ends_the_run_ends_it_for_all_and_counts_as_done(finished: int, reason: str) -> None:
+    """With 0 it is stopped, as by Ctrl-C on the host."""
+    run = Fleet(workers=2, save_every=100)
+    run.run_until(lambda: run.standing().version == 2)
+    peer = run.member("w1").peer
+    run.host.act(run.core.on_message(run.clock.now, peer, EndRun(finished)))
+    assert not run.core.on_message(run.clock.now, peer, EndRun(1 - finished)), "the first word counts"
+    run.run_until(lambda: run.host.finish is not None)
+    assert run.host.finish == Finish(reason) and list(run.disk.states) == [3]
+    assert [worker.member.finishes for worker in run.workers.values()] == [bool(finished)] * 2
+    (told,) = run.told(Noticed)
+    assert told.sentence.startswith(f"The script of w1 {'ends' if finished else 'stops'} the run for all")
+
+
+def test_a_newcomer_ends_the_run_for_nobody() -> None:
+    core, peer = in_phase(WorkerPhase.CATCHING_UP)
+    assert core.on_message(1.0, peer, EndRun(1)) == []
+    assert not core.stopping and not core.finished
+
+
+def test_a_loop_that_was_left_ends_the_run_though_nobody_else_is_there() -> None:
+    core, peer = in_phase(WorkerPhase.READY)
+    core.on_message(1.0, peer, EndRun(1))
+    for each in (1, 2):
+        core.on_message(2.0, each, Leave(1, "finished"))
+    assert core.finished == "finished"
+
+
 def test_a_stop_while_the_run_waits_for_workers_ends_it() -> None:
     run = Fleet(workers=1, at_least=2)
     run.run_for(5)
@@ -1266,6 +1296,7 @@ def example(kind: type[Message]) -> Message:
         Watched: (0, b""),
         Wrote: (0, "a", "b"),
         Using: (0.5, 2, 1, 2, 0.0, 0, 0),
+        EndRun: (1,),
     }
     return kind(*values[kind]) if kind in values else kind(1, 0, 1)
 

@@ -132,7 +132,7 @@ def test_the_average_is_the_same_whoever_comes_and_goes(tmp_path: Path) -> None:
 
 def rising(place: Path) -> None:
     """The loss after step 4 is never better."""
-    from potluck.train.validations import Validations
+    from potluck.validations import Validations
 
     slowly(place)
     take = Validations.take

@@ -21,7 +21,7 @@ from potluck.save.export import export
 from potluck.sharding.united_optimizers import JointOptimizer
 from potluck.show.picture import draw_losses, read_timeline
 from potluck.train.trainer import Summary
-from potluck.train.validations import Validations
+from potluck.validations import Validations
 from tests.parity.test_sync import STILL
 from tests.quick import first_of
 from tests.ranks import run_ranks

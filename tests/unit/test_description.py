@@ -284,7 +284,17 @@ BUILD = " Build the same model, data and settings on every worker."
     ("change", "sentence"),
     [
         ({"model": "another"}, "Your parameter names, shapes or types are not those that this run trains."),
-        ({"parts": DESCRIBED.parts[:2]}, "Your gradient travels in other parts than this run's."),
+        (
+            {"parts": DESCRIBED.parts[:2]},
+            "Your gradient travels in other parts than this run's. The first is component 2: 12 numbers here, and no"
+            " such part of yours.",
+        ),
+        ({"policy": "cadence", "parts": DESCRIBED.parts[:2]}, "This run's policy is sync, and yours is cadence."),
+        (
+            {"model": "another", "parts": DESCRIBED.parts[:2]},
+            "Your parameter names, shapes or types are not those that this run trains: it trains 26"
+            " numbers, and your model 14.",
+        ),
         ({"policy": "cadence"}, "This run's policy is sync, and yours is cadence."),
         ({"rows": 999}, "This run has rows = 1000, and you have 999."),
         ({"batch": 64}, "This run has batch = 32, and you have 64."),

@@ -59,6 +59,7 @@ GROUND = {
     "signals",
     "system",
     "tensor_bytes",
+    "validations",
     "waiting",
     "words",
 }

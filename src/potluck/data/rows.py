@@ -138,23 +138,24 @@ def random_numbers_kept() -> Iterator[None]:
 
 
 class TensorRows(Dataset[Any]):
-    """Tensors of one length: a list of rows is read from each at once."""
+    """Tensors of one length: a list of rows is read from each at once. `is_bare`: a row is no tuple."""
 
-    def __init__(self, *tensors: Tensor) -> None:
+    def __init__(self, *tensors: Tensor, is_bare: bool = False) -> None:
         self.tensors = tensors
+        self.is_bare = is_bare
 
     def __len__(self) -> int:
         return len(self.tensors[0])
 
     def __getitem__(self, rows: list[int]) -> Any:
         found = tuple(tensor[rows] for tensor in self.tensors)
-        return found if len(found) > 1 else found[0]
+        return found[0] if self.is_bare else found
 
 
 def as_dataset(data: Any) -> Any:
     """A map-style dataset as it is; a tensor, or several of one length, as one."""
     if isinstance(data, Tensor) and data.dim():
-        return TensorRows(data)
+        return TensorRows(data, is_bare=True)
     if isinstance(data, tuple) and data and all(isinstance(item, Tensor) and item.dim() for item in data):
         if len({len(item) for item in data}) > 1:
             raise ConfigError(f"The tensors differ in length: {', '.join(str(len(item)) for item in data)}.")

@@ -19,6 +19,7 @@ the round is the life of the run over both (round.py).
 import atexit
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,18 +36,20 @@ from torch.optim import Optimizer
 from potluck.agree.policy import ApplyPolicy, Sync
 from potluck.composition import Wanted, check_data, compose, settled
 from potluck.data.loader import Loader
-from potluck.data.plan import BatchConfig
+from potluck.data.plan import BatchConfig, MicroBatch
 from potluck.data.source import AskedData, DataSource, held_out, source_of
 from potluck.engine import own_values
+from potluck.engine.best import BestSoFar
 from potluck.engine.checkpointing import shadow_saving
 from potluck.engine.engine_parts import make_replica, over_group
 from potluck.engine.eval_weights import WeightAverage
 from potluck.engine.handle import Handle
-from potluck.engine.prepare import Given, training_settings, warn_of_single_rows
+from potluck.engine.prepare import Given, accumulated, training_settings, warn_of_single_rows
 from potluck.engine.round import Round
 from potluck.engine.run_parts import RunParts
 from potluck.engine.scheduled import Scheduled
 from potluck.engine.table import Table
+from potluck.environment import LAST_WORDS
 from potluck.errors import ConfigError, Interrupted
 from potluck.events import Event, EventFile, StepDone, StepSkipped
 from potluck.link.link import Alone, Link
@@ -100,6 +103,13 @@ class Engine(Handle):
         """How many rows this worker gave to all_gather() in the step under way."""
         self._is_tracked = False
         self._closing = ExitStack()
+        self._folder: Path | None = None
+        """The folder that epochs() was given, or load()."""
+        self._is_in_epochs = False
+        """Whether the loop over epochs() has begun, and has not come to its end."""
+        self._on_cut: Callable[[], None] = lambda: None
+        """Called where the loop over the loader ends and the epoch does not."""
+        self._best = BestSoFar(self)
         self.before_step = []
 
     @overload
@@ -113,6 +123,7 @@ class Engine(Handle):
         dataset: Any,
         *,
         batch_size: int | None = None,
+        accumulate: int = 1,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
         slices: int | None = None,
@@ -127,9 +138,10 @@ class Engine(Handle):
         self,
         model: Any,
         optimizer: Any,
-        dataset: Any = None,
+        dataset: Any = ...,
         *,
         batch_size: int | None = None,
+        accumulate: int = 1,
         micro_batch_size: int | None = None,
         fetchers: int = 0,
         slices: int | None = None,
@@ -142,10 +154,13 @@ class Engine(Handle):
         """Prepares model and optimizer, and returns them with a loader of this worker's share of the rows.
 
         `dataset`: map-style, tensors, a stream, or a DataLoader, whose sampler, collate_fn and workers are used.
-        Without one it returns two, and you bring your own batches, whose sizes may differ between workers.
+        Without one it returns two, and you bring your own batches, whose sizes may differ between workers. (For a
+        dataset of None it returns None in its place.)
 
         - `batch_size`: rows of one step over all workers together, so that numbers do not depend on how many there are;
           None: a DataLoader's own.
+        - `accumulate`: batches of batch_size that make one step, as loops for DDP count them: backward() and step() are
+          called for each, step() steps with the last, and nothing is divided by their number.
         - `micro_batch_size`: rows that go through the model at once on one worker; None: all of its share.
         - `fetchers`: processes that fetch rows ahead of the model; 0: a DataLoader's own, or none.
         - `slices`: under a host, with Sync: the least number of parts in which a batch is handed out; None: 8.
@@ -167,16 +182,18 @@ class Engine(Handle):
             )
         inputs = Given(model, optimizer, scheduler, run.turns)
         model, optimizer = inputs.model, inputs.optimizer
+        gives_two, dataset = dataset is ..., None if dataset is ... else dataset
         sizes = {"micro_size": micro_batch_size, "slices": slices}
         micro_batch_size = check_data(run.wanted, **sizes, has_data=dataset is not None, has_loss=loss is not None)
         source: DataSource | None = None
         if dataset is not None:
             asked = AskedData(batch_size=batch_size, collate=collate, fetchers=fetchers, seed=seed, rows=rows)
             source = source_of(dataset, replace(asked, notice=run.notice))
+            source, micro_batch_size = accumulated(run, source, accumulate, micro_batch_size)
             self.introduce(model, optimizer, source.dataset, batch_size=source.batch_size, seed=seed)
         replica = self._prepare_model(inputs, source, loss)
         if source is None:
-            return inputs.back(replica.model)
+            return inputs.back(replica.model) if gives_two else (*inputs.back(replica.model), None)
         loader = self._prepare_data(source, {"micro_size": micro_batch_size, "slices": slices}, seed)
         return *inputs.back(replica.model), loader
 
@@ -259,12 +276,20 @@ class Engine(Handle):
             warn_of_single_rows(run.batch_norm, loader, run.grid.pipelines, run.notice)
         loader.on_epoch_end = self.table.end_of_epoch
         loader.on_stand_in = lambda: run.step.stand_in.enter_context(replica.buffers_kept())
-        loader.plan = self.round.micro_batches
+        loader.plan = self._micro_batches
         loader.seeds_of = lambda micro: run.works.now.seeds_of(loader.seed, micro)
         run.step.begin()
         if run.keeper is not None:
             run.keeper.begin(replica)  # type: ignore[arg-type]
         return loader
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        """This worker's rows of the rest of the epoch."""
+        yield from self.round.micro_batches()
+        loader, progress = self.run.loader, self.run.progress
+        is_cut = progress.stopping and not progress.is_at_the_end
+        if is_cut and loader is not None and loader.position.row < loader.rows:
+            self._on_cut()
 
     def introduce(
         self, model: nn.Module, optimizer: Optimizer, dataset: Any, *, batch_size: int, seed: int, **about: Any
@@ -292,10 +317,20 @@ class Engine(Handle):
         return self._care_for(count, Path(folder) if folder is not None else None)
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
-        with on_interrupt(self.request_stop):
-            yield from self.passes(count, partial(self.table.end_well, folder))
-            if self.run.progress.position.epoch < count:
+        self._folder, self._is_in_epochs = folder or self._folder, True
+
+        def stop_early() -> None:
+            """Ctrl-C came, or another word to stop: the loop ends here, and not with what it does after an epoch."""
+            if not self.table.finishes():
+                self._is_in_epochs = False
                 self.table.end_early(folder)
+
+        progress, self._on_cut = self.run.progress, stop_early
+        with on_interrupt(self.interrupt):
+            yield from self.passes(count, partial(self.table.end_well, folder))
+            if progress.position.epoch < count:
+                stop_early()
+            self._is_in_epochs = False
             self.table.end_well(folder)
 
     def passes(self, count: int, keep: Callable[[], None]) -> Iterator[int]:
@@ -330,7 +365,7 @@ class Engine(Handle):
         if found is not None:
             self.round.backward(*found, last=None)
 
-    def backward(self, loss: Tensor, *, samples: float, last: bool | None = None) -> None:
+    def backward(self, loss: Tensor, *, samples: float | None = None, last: bool | None = None) -> None:
         """Computes the gradient of a mean over `samples`, weighted by them: rows, or tokens, as you count.
 
         `last` says whether the next call is step(); the loader knows it, and without one it is taken to be so.
@@ -339,6 +374,11 @@ class Engine(Handle):
             raise ConfigError(
                 "Stages go forward and backward by themselves: call fleet.train(loss_of, batch) instead of the loss"
                 " function and backward()."
+            )
+        if samples is None:
+            raise ConfigError(
+                "backward() needs samples=, which is what the loss is a mean over: samples=len(x) for the rows of a"
+                " batch, or the number of labelled tokens. Workers with more of them weigh more."
             )
         if self._gathered_rows is not None:
             self._check_gathered(self._gathered_rows, samples)
@@ -444,6 +484,7 @@ class Engine(Handle):
 
         A run that has just survived a loss stays where it is. Under a host: whether the run is past its beginning.
         """
+        self._folder = self._folder or Path(folder)
         return self.table.load(Path(folder))
 
     def wait_for_saves(self) -> None:
@@ -492,23 +533,61 @@ class Engine(Handle):
         with self.run.link.within("fleet.broadcast()", self.run.progress.step_number):
             return json.loads(self.run.link.gather_bytes(json.dumps(value).encode())[src])
 
-    def average_weights(self, decay: float) -> WeightAverage:
+    def ema(self, decay: float) -> WeightAverage:
         """Keeps an exponential moving average of the weights, of which `decay` stays at each step, such as 0.999.
 
         Call it once after prepare(), on every worker. evaluate() uses it from then on, checkpoints hold it, and
-        `with average.applied():` puts it in the weights' place.
+        `with average.applied():` puts it in the weights' place, for what a loop looks at itself.
         """
         return WeightAverage(self.run, decay)
 
+    def keep_best(self, value: float | dict[str, float], folder: str | Path | None = None) -> bool:
+        """Whether this value is the lowest so far; then the checkpoint of this step is saved, and kept for as long as
+        none is better. Call it on every worker, with what evaluate() gave: a number, or figures of which one is "loss".
+
+        `folder`: of the run; None: the one that epochs() or load() was given. Under a host it is the host that saves.
+        """
+        folder = folder or self._folder
+        if folder is None and not self.is_led:
+            raise ConfigError(
+                "keep_best() saves the best checkpoint: name the run's folder, as in fleet.epochs(3, 'runs/mine')."
+            )
+        return self._best.keep(value, lambda: self.save(folder or "."))
+
+    def early_stop(self, value: float | dict[str, float], *, patience: int) -> bool:
+        """Whether the last `patience` values were no better than the best before them. Then the run ends for all, as if
+        it were done: the loops over epochs() and the loader end, and what follows them runs. Called as keep_best()."""
+        is_over = self._best.is_over(value, patience)
+        if is_over:
+            self.end()
+        return is_over
+
     def request_stop(self) -> None:
-        """Asks all workers to stop together after the step in which they hear of it."""
+        """Asks all workers to stop together after the step in which they hear of it, also under a host: the run is
+        saved, Interrupted is raised on each, and it can be resumed."""
+        self.table.stop_all()
+
+    def finish(self) -> None:
+        """Asks all workers to end the run together after the step in which they hear of it, as if it were done: it is
+        saved, the loops over epochs() and the loader end, and what follows them runs. One worker's word is enough."""
+        self.run.progress.ask_to_finish()
+        self.table.finish_all()
+
+    def interrupt(self) -> None:
+        """Asks for what Ctrl-C on this worker asks for: in a group that all stop, and under a host that it leaves."""
         self.table.request_stop()
+
+    @property
+    def is_finished(self) -> bool:
+        """Once all stop: whether the run ends as if it were done, and not to be resumed. Ask on every worker."""
+        return self.run.progress.stopping and self.table.finishes()
 
     def end(self) -> None:
         """Ends the run for all workers after the step that is done, also if rows are left: call it on every worker
         alike, in after_step or after_agreement."""
         if not self.run.progress.is_at_the_end:
             self.table.end_for_all()
+        self.run.progress.ask_to_finish()
         self.run.progress.stop()
 
     def interrupted(self, where: str = "") -> Interrupted:
@@ -532,14 +611,27 @@ class Engine(Handle):
         error: BaseException | None = getattr(sys, "last_value", None)
         if error is None and self.is_prepared:
             self.table.end_with_script()
+        if LAST_WORDS not in os.environ:  # plain Python ends so by sys.exit(1), too, which ends no run for others
+            self._is_in_epochs = False
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
+        if self._is_in_epochs and error is None and sys.exc_info()[1] is None:
+            self._is_in_epochs = False
+            self._end_with_loop()
         if self._compiling is not None:
             self._compiling.close()
             self._compiling = None
         self.table.close(error)
         self._closing.close()
+
+    def _end_with_loop(self) -> None:
+        """A loop that was left by break or return has ended the run: under a host for all, and in a group all leave
+        theirs alike. What is done is saved, as at any end."""
+        if self.is_led and not self.run.progress.stopping:
+            self.finish()
+        if self.is_led or not self.round.is_under_way:
+            self.table.end_well(self._folder)
 
     def __enter__(self) -> "Engine":
         return self
@@ -553,6 +645,12 @@ class Engine(Handle):
     def rank(self) -> int:
         """Number of this worker, from 0."""
         return self.table.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker is rank 0: the one that prints and writes files of your own, so that they are there once.
+        Calls that all workers must make, such as save() and evaluate(), do not belong behind it."""
+        return self.rank == 0
 
     @property
     def world(self) -> int:

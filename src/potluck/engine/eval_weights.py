@@ -95,8 +95,9 @@ class WeightAverage:
     def __init__(self, run: "RunParts", decay: float) -> None:
         if run.prepared().steps_whole:
             raise ConfigError(
-                "fit.ema follows what each rank's optimizer steps, and under a strategy that splits parameters this one"
-                " steps whole matrices, each on one rank. Use NoShard, or an optimizer that is elementwise."
+                "fleet.ema(), and a Trainer's fit.ema, follows what each rank's optimizer steps, and under a strategy"
+                " that splits parameters this one steps whole matrices, each on one rank. Use NoShard, or an optimizer"
+                " that is elementwise."
             )
         self._run = run
         self._decay = decay

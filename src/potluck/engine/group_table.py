@@ -78,6 +78,8 @@ class GroupTable(Table):
         self._folder: Path | None = None
         """The folder that load() was given."""
         self._saved_last: tuple[Path, int] | None = None
+        self._finishes: bool | None = None
+        """Whether the run ends as if it were done: asked once, when all stop."""
         speaks = self.rank == 0 or ONLY in os.environ
         run.speak(speaks, say if speaks else lambda sentence: None)
 
@@ -421,6 +423,15 @@ class GroupTable(Table):
 
     def request_stop(self) -> None:
         self._run.progress.ask_to_stop()
+
+    stop_all = finish_all = request_stop
+
+    def finishes(self) -> bool:
+        if self._finishes is None:
+            with self._within("the end of the loop"):
+                asked = self._run.link.gather_rows([float(self._run.progress.finishes)])
+            self._finishes = any(each for (each,) in asked)
+        return self._finishes
 
     def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         with self._within("fleet.evaluate()"):

@@ -207,6 +207,8 @@ class HostTable(Table):
     def plan(self) -> Waits[RoundPlan | None]:
         run, loader, member = self.run, self.run.loader, self.member
         assert loader is not None
+        if loader.position.row < loader.rows:  # what a loop does after a step, or an epoch, may have marked it the best
+            yield from self._keep()
         while True:
             # A worker that is given the last weights may be put at an epoch's beginning that nobody will train.
             while not run.progress.stopping and loader.position.row < loader.rows and not run.progress.is_at_the_end:
@@ -352,7 +354,6 @@ class HostTable(Table):
 
     def end_round(self) -> Waits[None]:
         run = self.run
-        yield from self._keep()
         if run.progress.wants_stop and not run.progress.stopping:
             yield from self.member.leave()
 
@@ -451,6 +452,21 @@ class HostTable(Table):
 
     def request_stop(self) -> None:
         self.listener.ask_to_stop()
+
+    def stop_all(self) -> None:
+        self.join()
+        self.member.end_run(finished=False)
+
+    def finish_all(self) -> None:
+        self.join()
+        self.member.end_run(finished=True)
+
+    def finishes(self) -> bool:
+        """The ranks of a worker hear the same, and may have asked for it each by itself."""
+        if self._has_left:
+            return False
+        asked = self.run.progress.finishes or self.member.finishes
+        return any(each for (each,) in self.run.link.gather_rows([float(asked)]))
 
     def _on_stop(self) -> None:
         self.run.progress.ask_to_stop()

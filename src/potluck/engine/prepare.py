@@ -6,6 +6,7 @@ worker. BatchNorm takes means over rows, of which a single one has none: a perso
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from potluck.agree.terms import SAME_DATA, Fingerprint, differing_data, differing_settings
 from potluck.agree.turns import Turns
 from potluck.data.loader import Loader
+from potluck.data.source import DataSource
 from potluck.engine.scheduled import RunScheduler, Scheduled, TurnSchedulers
 from potluck.errors import ConfigError
 from potluck.sharding.united_optimizers import JointOptimizer, TurnOptimizer, each_of
@@ -171,3 +173,25 @@ def _terms(told: bytes) -> tuple[str, Fingerprint, dict[str, Any]]:
     except ValueError:
         return told.decode(), {}, {}
     return rows, data, training
+
+
+def accumulated(
+    run: "RunParts", source: DataSource, accumulate: int, micro_size: int | None
+) -> tuple[DataSource, int | None]:
+    """The data in steps of so many batches, and how many rows of one go through the model of a worker at once."""
+    if not source.batch_size:
+        raise ConfigError(
+            "prepare() needs a batch_size: the rows of one step over all workers together, such as batch_size=32."
+        )
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ConfigError(f"accumulate= is how many batches make one step, at least 1, not {accumulate!r}.")
+    if accumulate == 1:
+        return source, micro_size
+    if micro_size is not None and run.wanted.stages is None:
+        raise ConfigError(
+            "accumulate= and micro_batch_size= both say how a step is cut. With accumulate=4 a step has 4 batches of"
+            " batch_size; with micro_batch_size= it has one. Leave out one of them."
+        )
+    if run.wanted.stages is None:
+        micro_size = source.batch_size if run.wanted.has_host else -(-source.batch_size // run.grid.pipelines)
+    return replace(source, batch_size=source.batch_size * accumulate), micro_size

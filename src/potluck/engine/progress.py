@@ -30,6 +30,8 @@ class RunProgress:
         self.wants_stop = False
         self.stopping = False
         """Whether every worker has agreed to stop after the step that is done."""
+        self.finishes = False
+        """Whether the run ends as if it were done, and is not interrupted: as far as this worker has asked or heard."""
 
     # Where it stands
 
@@ -114,6 +116,10 @@ class RunProgress:
     def ask_to_stop(self) -> None:
         """This worker wishes that all stop, or that it may leave."""
         self.wants_stop = True
+
+    def ask_to_finish(self) -> None:
+        """Wherever the run stops, it is done."""
+        self.finishes = True
 
     def stop(self) -> None:
         """All workers stop after the step that is done; or the run is over for this one."""

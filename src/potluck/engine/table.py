@@ -261,7 +261,17 @@ class Table(Protocol):
     def end_of_epoch(self) -> None:
         """Ends the epoch: all of its rows are done."""
 
-    def request_stop(self) -> None: ...
+    def request_stop(self) -> None:
+        """Ctrl-C on this worker: in a group all stop, and under a host it leaves."""
+
+    def stop_all(self) -> None:
+        """All workers stop after the step in which they hear of it."""
+
+    def finish_all(self) -> None:
+        """All workers stop likewise, and the run counts as done."""
+
+    def finishes(self) -> bool:
+        """Whether a run that stops before its last row counts as done: the same on every worker that stops."""
 
     def end_early(self, folder: Path | None) -> NoReturn:
         """The run was stopped: what is done is saved, and a sentence says where."""

@@ -40,6 +40,7 @@ from potluck.wire.messages import (
     Applied,
     BaseFiles,
     BaseWanted,
+    EndRun,
     EvaluateNext,
     Gather,
     Heartbeat,
@@ -63,7 +64,8 @@ WRITTEN_EVERY_S = 5.0
 """How often it is told what the model writes, at most."""
 
 _FOR_PEOPLE = (Wrote, Using)
-_INSIDE = (Applied, SliceReport, EvaluateNext, Gather, SaveDue, StateBegin, StateChunk, Heartbeat, Leave, *_FOR_PEOPLE)
+_STATE = (SaveDue, StateBegin, StateChunk)
+_INSIDE = (Applied, SliceReport, EvaluateNext, Gather, *_STATE, Heartbeat, Leave, EndRun, *_FOR_PEOPLE)
 LEGAL: dict[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.GREETED: (Ready, BaseFiles, BaseWanted, Heartbeat, Leave, Using),
     WorkerPhase.CATCHING_UP: _INSIDE,  # it may not know yet that its weights will be replaced
@@ -309,6 +311,7 @@ _HEAR: dict[type[Message], _Hear] = {
     StateBegin: lambda core, member, begin: core.transfers.on_begin(member, begin),
     StateChunk: lambda core, member, chunk: core.transfers.on_chunk(member, chunk),
     Leave: lambda core, member, leave: core.ending.on_leave(member, leave),
+    EndRun: lambda core, member, wish: core.ending.on_end_run(member, wish),
     Wrote: lambda core, member, wrote: core._on_wrote(member, wrote),
     Using: lambda core, member, using: member.hear_use(using),
 }

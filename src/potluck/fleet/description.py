@@ -5,6 +5,7 @@ The first worker that is ready describes the run; every other must describe the 
 
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any, get_args, get_type_hints
 
 from potluck.agree.policy import OUTER, OVERLAP, POLICIES, ApplyPolicy, Windowed
@@ -252,16 +253,16 @@ class Description:
     def difference(self, other: "Description") -> str | None:
         """The first thing that keeps two workers from training one model, as a sentence; none if nothing does."""
         words = {
-            "model": "Your parameter names, shapes or types are not those that this run trains",
-            "parts": "Your gradient travels in other parts than this run's",
+            "model": f"Your parameter names, shapes or types are not those that this run trains{self._counts(other)}",
+            "parts": f"Your gradient travels in other parts than this run's.{self._first_other_part(other)}",
             "policy": f"This run's policy is {self.policy}, and yours is {other.policy}",
             "base": OTHER_BASE if self.base and other.base else "Yours or the host's version of Potluck is too old",
         }
-        for name in (entry.name for entry in fields(self)):
+        for name in (*_FIRST, *(entry.name for entry in fields(self) if entry.name not in _FIRST)):
             mine, theirs = getattr(self, name), getattr(other, name)
             if name not in _MAY_DIFFER and mine != theirs and (name, mine) != ("base", ""):
                 otherwise = f"This run has {name} = {mine}, and you have {theirs}"
-                return f"{words.get(name, otherwise)}. {BUILD}"
+                return f"{words.get(name, otherwise).removesuffix('.')}. {BUILD}"
         ours, others = _SWITCHES | self.settings, _SWITCHES | other.settings
         changed = {f"policy.{name}": pair for name, pair in differing_settings(ours, others).items()}
         for name, (mine, theirs) in (changed | differing_settings(self.training, other.training)).items():
@@ -270,6 +271,19 @@ class Description:
             return f"Your data have as many rows as this run's, but {where}. {SAME_DATA}"
         return None
 
+    def _counts(self, other: "Description") -> str:
+        mine, theirs = self.parameters, other.parameters
+        return f": it trains {mine:,} numbers, and your model {theirs:,}" if mine != theirs else ""
+
+    def _first_other_part(self, other: "Description") -> str:
+        """The models are alike, so something else has what travels with their gradients: often the optimizer."""
+        for mine, theirs in zip_longest(self.parts, other.parts):
+            if mine != theirs:
+                name, number = (mine or theirs).key
+                has = [f"{part.floats:,} numbers" if part is not None else "no such part" for part in (mine, theirs)]
+                return f" The first is {name} {number}: {has[0]} here, and {has[1]} of yours."
+        return ""
+
     def completed(self, other: "Description") -> "Description":
         """With what was not known before, such as in a journal of an older version, from one that does not differ."""
         data, training = self.data or other.data, self.training or other.training
@@ -277,6 +291,8 @@ class Description:
 
 
 _UNTOLD = (("wire", "fp32"), ("turns", 1), ("places", ""), ("base", ""))
+_FIRST = ("policy", "wire", "turns", "model")
+"""Compared before all else: what the parts are follows from these."""
 _MAY_DIFFER = ("data", "training", "settings", "told", "rows_limit", "state_bytes", "in_pairs")
 """Or is compared in its own way; what an older version does not tell is among it."""
 

@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, field
 
+from potluck.events import Noticed
 from potluck.fleet.coordinator_state import CoordinatorState
-from potluck.fleet.effects import Effect, Finish
+from potluck.fleet.effects import Effect, Emit, Finish, Send
 from potluck.fleet.evaluation import Evaluations
 from potluck.fleet.gathering import Gatherings
 from potluck.fleet.membership import WorkerRecord
 from potluck.fleet.saving import Saving
 from potluck.fleet.step_dispatcher import StepDispatcher
 from potluck.fleet.weights import Weights
-from potluck.wire.messages import FOR_ALL, Leave
+from potluck.wire.messages import FOR_ALL, EndRun, Leave
 
 
 @dataclass
@@ -25,6 +26,24 @@ class Ending:
     """The step after which a worker said that the run is over."""
     over_since: float = field(default=0.0, init=False)
 
+    finishes: bool = field(default=False, init=False)
+    """A worker's script has ended the run: it stops, and counts as done."""
+
+    def on_end_run(self, member: WorkerRecord, wish: EndRun) -> list[Effect]:
+        """A script has come to an end for all: with the step under way, and all of it saved."""
+        run = self.run
+        if not member.is_ready or run.stopping or run.finished:
+            return []
+        self.finishes = bool(wish.finished)
+        what = "ends" if self.finishes else "stops"
+        told = Noticed(sentence=f"The script of {member.name} {what} the run for all, with the step under way.")
+        return [Emit(told), *self._tell_of_end(), *self.request_stop()]
+
+    def _tell_of_end(self) -> list[Effect]:
+        """Workers whose loops have rows left end as if there were none."""
+        there = [each.peer for each in self.run.membership.members.values() if not each.plain]
+        return [Send(peer, EndRun(1)) for peer in there] if self.finishes else []
+
     def on_leave(self, member: WorkerRecord, leave: Leave) -> list[Effect]:
         """It goes, and others do at once what it was given since: it may have to stay, while its state is saved."""
         member.leaving, member.goodbye = True, leave.reason
@@ -38,8 +57,8 @@ class Ending:
         run = self.run
         is_last = member.is_ready and member.applied >= run.standing.version
         if leave.finished == FOR_ALL and is_last and not run.is_complete and run.standing.rows_seen:
-            run.rows_limit = run.standing.rows_seen
-            return [*self.rounds.abandon(), *self._part_with(member, leave)]
+            run.rows_limit, self.finishes = run.standing.rows_seen, True
+            return [*self.rounds.abandon(), *self._tell_of_end(), *self._part_with(member, leave)]
         # Of a run whose length nobody told, only the workers know.
         may_be_over = run.stopping or not run.rows_limit or run.is_complete
         if not (leave.finished and is_last and may_be_over):
@@ -62,11 +81,11 @@ class Ending:
     def _interrupt(self) -> list[Effect]:
         """Ends the run at once: there is no step under way to wait for."""
         told = self._end()
-        return told if self.run.membership.holders else [*told, Finish("interrupted")]
+        return told if self.run.membership.holders else [*told, Finish(self.run.finished or "interrupted")]
 
     def _end(self) -> list[Effect]:
         run = self.run
-        run.finished = run.finished or ("interrupted" if run.stopping else "finished")
+        run.finished = run.finished or ("interrupted" if run.stopping and not self.finishes else "finished")
         return [effect for member in list(run.membership.members.values()) for effect in run.shut(member)]
 
     def on_gone(self) -> list[Effect]:

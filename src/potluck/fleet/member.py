@@ -27,6 +27,7 @@ from potluck.wire.messages import (
     STEPPED,
     Admitted,
     Committed,
+    EndRun,
     Evaluated,
     EvaluateRange,
     Gathered,
@@ -83,6 +84,8 @@ class Member:
         """This worker has left the run, which continues."""
         self.ends_for_all = False
         """The loop has found that the run ends where it is, though rows are left; all loops find so."""
+        self.finishes = False
+        """The host has said that the run ends for all as if it were done, with the step under way."""
         self.is_in = False
         """Since it joined, or joined again: the host has said that its weights are the run's, or has sent it those."""
         self.is_replaying = False
@@ -155,6 +158,9 @@ class Member:
             self._begin_to_leave()
 
     def hear(self, message: Message) -> Waits[None]:
+        if isinstance(message, EndRun):
+            self.finishes |= bool(message.finished)
+            return
         if self.phase is MemberPhase.LEAVING:
             yield from self._hear_at_the_end(message)
             return
@@ -471,6 +477,11 @@ class Member:
     def _begin_to_leave(self) -> None:
         self.left = True
         self._say_goodbye(Leave(0, self.wants_stop or "asked to stop"))
+
+    def end_run(self, *, finished: bool) -> None:
+        """The loop wishes that the run ends for all with the step under way; `finished`: as if it were done."""
+        if self.has_joined and self.is_settled and not self.is_over:
+            self._holder.send(EndRun(int(finished)))
 
     def finish(self) -> Waits[None]:
         """The loop is done, and the host is told. The run ends when all holders of its weights are."""

@@ -155,7 +155,7 @@ class Elastic(_Trainer):  # type: ignore[misc]
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start and not fleet.step_number:
             self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-        with on_interrupt(fleet.request_stop):
+        with on_interrupt(fleet.interrupt):
             for _ in fleet.passes(epochs, lambda: None):
                 if self.state.global_step >= max_steps:
                     break

@@ -192,7 +192,7 @@ def _watch(team: list[Worker]) -> int:
     with interrupts.handled():
         while len(ended) < len(team) and not _failed(ended, interrupts):
             if interrupts.count > 1:
-                say("Stopped at once. The last checkpoint is whole.")
+                say("Stopped at once. What was saved before is whole; what was trained since then is lost.")
                 return Interrupted.exit_code
             time.sleep(POLL_S)
             _note_ends(team, ended)

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from types import TracebackType
 
 from potluck.account import begin as begin_account
 from potluck.environment import IGNORED, LAST_WORDS, PARENT_PIPE
@@ -76,9 +77,19 @@ def _tell_of(error: Exception) -> int:
         if (loss := loss_of_peer(error)) is not None:
             _leave_words(f"potluck: {loss}")
             return WorkerLost.exit_code
-    traceback.print_exc()
+    traceback.print_exception(type(error), error, _own_trace(error))
     _leave_words("".join(traceback.format_exception_only(error)).strip())
     return 1
+
+
+def _own_trace(error: Exception) -> TracebackType | None:
+    """The frames of an error from the script's own on: those before are ours and runpy's, and tell nobody anything."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        if trace.tb_frame.f_code.co_filename not in (__file__, runpy.__file__, "<frozen runpy>"):
+            break
+        trace = trace.tb_next
+    return trace
 
 
 def _end_with_parent() -> None:

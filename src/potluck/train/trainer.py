@@ -40,7 +40,7 @@ from potluck.signals import on_interrupt
 from potluck.trackers.known import name_fault
 from potluck.trackers.reporter import Tracking
 from potluck.train.schedule import ScheduleConfig
-from potluck.train.validations import Validations, needs_loss
+from potluck.validations import Validations, needs_loss
 from potluck.words import check_at_least, check_at_most, plural
 
 LossFunction = Callable[[nn.Module, Any], Any]
@@ -189,7 +189,7 @@ class Trainer:
             self._loop.training |= {f"schedule.{name}": value for name, value in told.items()}
         self._loop.rows_limit = self.rows_total
         self.summary = Summary(self.folder)
-        self.average = self.engine.average_weights(config.ema) if config.ema is not None else None
+        self.average = self.engine.ema(config.ema) if config.ema is not None else None
         self.callbacks = callbacks
         self._validations = Validations()
         self.engine.kept(VALIDATIONS, lambda: asdict(self._validations), self._take_validations)
@@ -207,14 +207,14 @@ class Trainer:
         self._loop.about = asdict(self._run_started())
         outlived = engine.is_restored  # then it stands where it resumes already
         resume = resume or outlived
-        with self._listening(resume=resume), on_interrupt(engine.request_stop):
+        with self._listening(resume=resume), on_interrupt(engine.interrupt):
             if not (outlived or ((resume or engine.is_led) and self._load())):
                 engine.seed_random(self.config.seed)
             engine.events.emit(self._run_started())
             reason = "failed"
             try:
                 self._run()
-                reason = "finished" if self._is_over else "interrupted"
+                reason = "finished" if self._is_over or engine.is_finished else "interrupted"
             except BaseException as error:
                 reason = str(error) or type(error).__name__
                 raise

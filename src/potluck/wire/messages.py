@@ -521,6 +521,12 @@ class Using(Message):
     """0: it uses no GPU, or nobody can tell."""
 
 
+class EndRun(Message):
+    """both ways: the run ends for all with the step under way. `finished` 1: as if it were done; 0: to be resumed."""
+
+    finished: U8
+
+
 MESSAGES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
 OURS = MESSAGES[len(PUBLISHED) :]
 

@@ -130,7 +130,7 @@ class EngineWorker(Client):
 
     def ask_to_leave(self) -> None:
         if self.engine is not None:
-            self.engine.request_stop()
+            self.engine.interrupt()
         self.poke()
 
     def _keep(self, item: Average) -> None:

@@ -139,7 +139,7 @@ class Worker:
             data = DATA[case.data](self.data)
             self.model, _, loader = fleet.prepare(model, optimizers, data, **sizes, scheduler=scheduler)
         if case.ema:
-            fleet.average_weights(0.9)
+            fleet.ema(0.9)
         return loader
 
     def _loop(self, loader: Any) -> None:

@@ -1,0 +1,227 @@
+"""How a loop of one's own ends: by break, finish(), early_stop(), request_stop() and Ctrl-C; and what it keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import potluck
+from potluck.errors import ConfigError, Interrupted
+from potluck.events import Validated
+from potluck.save.checkpoint_folder import best_loss, best_of, found
+from tests.ranks import run_ranks
+
+ROWS, BATCH = 24, 4
+STEPS = ROWS // BATCH
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(ROWS, 3)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), (x, x[:, :1])
+
+
+def begin(**options: Any) -> tuple[Any, Any, Any]:
+    fleet = potluck.init(**options)
+    model, _, loader = fleet.prepare(*make(), batch_size=BATCH)
+    return fleet, model, loader
+
+
+def step(fleet: Any, model: Any, batch: Any) -> None:
+    x, y = batch
+    fleet.backward(F.mse_loss(model(x), y), samples=len(x))
+    fleet.step()
+
+
+# Stopping
+
+
+def test_a_stop_in_mid_epoch_runs_none_of_the_code_after_the_epoch(tmp_path: Path) -> None:
+    fleet, model, loader = begin()
+    epochs: list[int] = []
+    with pytest.raises(Interrupted, match="Saved in"):
+        for epoch in fleet.epochs(3, tmp_path):
+            for batch in loader:
+                step(fleet, model, batch)
+                if fleet.step_number == STEPS + 2:
+                    fleet.request_stop()
+            epochs.append(epoch)
+    assert epochs == [0] and fleet.step_number == STEPS + 3
+
+
+def test_a_stop_with_the_last_step_of_an_epoch_runs_the_code_after_it(tmp_path: Path) -> None:
+    fleet, model, loader = begin()
+    epochs: list[int] = []
+    with pytest.raises(Interrupted):
+        for epoch in fleet.epochs(3, tmp_path):
+            for batch in loader:
+                step(fleet, model, batch)
+                if fleet.step_number == STEPS - 1:
+                    fleet.request_stop()
+            epochs.append(epoch)
+    assert epochs == [0] and fleet.step_number == STEPS
+
+
+def finish_on_one(folder: Path) -> list[Any]:
+    fleet, model, loader = begin()
+    with fleet:
+        for _ in fleet.epochs(3, folder):
+            for batch in loader:
+                step(fleet, model, batch)
+                if fleet.is_main and fleet.step_number == 2:
+                    fleet.finish()
+        return [fleet.step_number, fleet.is_finished]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_finish_of_one_ends_the_loops_of_all_saves_and_raises_nothing(ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(ranks, finish_on_one, tmp_path) == [[3, True]] * ranks
+    fleet, *_ = begin()
+    assert fleet.load(tmp_path) and fleet.step_number == 3
+
+
+def early(folder: Path, policy: Any, strategy: Any, losses: list[float]) -> list[Any]:
+    fleet, model, loader = begin(policy=policy, strategy=strategy)
+    heard: list[Any] = []
+    kept: list[bool] = []
+    fleet.on(Validated, heard.append)
+    with fleet:
+        for epoch in fleet.epochs(9, folder):
+            for batch in loader:
+                step(fleet, model, batch)
+            value = losses[epoch] + fleet.rank  # each worker's own: worker 0's counts
+            kept.append(fleet.keep_best(value))
+            if fleet.early_stop(value, patience=2):
+                break
+        return [kept, [event.loss for event in heard], fleet.last_epoch.epoch]
+
+
+@pytest.mark.parametrize(
+    ("policy", "strategy", "ranks"),
+    [
+        ("sync", potluck.NoShard(), 1),
+        ("sync", potluck.FullShard(), 2),
+        ("cadence", potluck.NoShard(), 2),
+    ],
+)
+def test_values_that_get_no_better_end_the_run_for_all_and_the_best_checkpoint_stays(
+    policy: Any, strategy: Any, ranks: int, tmp_path: Path
+) -> None:
+    told = [[True, False, True, False, False], [3.0, 4.0, 2.0, 2.5, 2.0], 4]
+    assert run_ranks(ranks, early, tmp_path, policy, strategy, [3.0, 4.0, 2.0, 2.5, 2.0, 1.0]) == [told] * ranks
+    checkpoints = found(tmp_path)
+    best = best_of(checkpoints)
+    assert best is not None and best_loss(best) == 2.0 and best.name.endswith(str(3 * STEPS))
+    assert checkpoints[0].name.endswith(str(5 * STEPS)), "the end is saved, too"
+
+
+def test_what_was_told_so_far_is_found_again_by_a_run_that_resumes(tmp_path: Path) -> None:
+    fleet, model, loader = begin()
+    with pytest.raises(Interrupted):
+        for epoch in fleet.epochs(9, tmp_path):
+            for batch in loader:
+                step(fleet, model, batch)
+                if epoch == 1:
+                    fleet.request_stop()
+            fleet.keep_best({"loss": 1.0, "accuracy": 0.5})
+    again, model, loader = begin()
+    assert again.load(tmp_path)
+    ended = []
+    for epoch in again.epochs(9):
+        for batch in loader:
+            step(again, model, batch)
+        assert not again.keep_best(1.5)
+        ended.append(epoch)
+        if again.early_stop(1.5, patience=2):
+            break
+    assert ended == [1, 2]
+    best = best_of(found(tmp_path))
+    assert best is not None and best.name.endswith(str(STEPS))
+
+
+def test_what_cannot_be_compared_or_kept_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    fleet, _, _ = begin()
+    with pytest.raises(ConfigError, match=r"name the run's folder, as in fleet.epochs\(3, 'runs/mine'\)"):
+        fleet.keep_best(1.0)
+    with pytest.raises(ConfigError, match="lower is better, and this has accuracy"):
+        fleet.early_stop({"accuracy": 0.5}, patience=2)
+    with pytest.raises(ConfigError, match="at least 1, not 0"):
+        fleet.early_stop(0.5, patience=0)
+    with pytest.raises(ConfigError, match="take a number, not None"):
+        fleet.keep_best(None, tmp_path)  # type: ignore[arg-type]
+
+
+# What DDP's habits ask for
+
+
+def losses_of(accumulate: int) -> list[float]:
+    fleet = potluck.init()
+    model, optimizer, data = make()
+    loader = DataLoader(TensorDataset(*data), batch_size=BATCH)
+    model, optimizer, loader = fleet.prepare(model, optimizer, loader, accumulate=accumulate)
+    losses = []
+    with fleet:
+        for batch in loader:
+            before = fleet.step_number
+            step(fleet, model, batch)
+            if fleet.step_number > before:
+                losses.append(fleet.last_step.loss)
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accumulate_takes_so_many_batches_to_a_step_as_a_plain_loop_does(ranks: int) -> None:
+    model, optimizer, (x, y) = make()
+    expected = []
+    for start in range(0, ROWS, 2 * BATCH):
+        optimizer.zero_grad()
+        parts = [slice(start, start + BATCH), slice(start + BATCH, start + 2 * BATCH)]
+        each = [F.mse_loss(model(x[part]), y[part]) / 2 for part in parts]
+        torch.stack(each).sum().backward()
+        optimizer.step()
+        expected.append(sum(part.item() for part in each))
+    for got in run_ranks(ranks, losses_of, 2):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_accumulate_is_refused_where_it_says_nothing_or_too_much() -> None:
+    model, optimizer, data = make()
+    with pytest.raises(ConfigError, match="at least 1, not 0"):
+        potluck.init().prepare(model, optimizer, data, batch_size=4, accumulate=0)
+    with pytest.raises(ConfigError, match="Leave out one of them"):
+        potluck.init().prepare(model, optimizer, data, batch_size=4, accumulate=2, micro_batch_size=2)
+
+
+def test_a_dataset_of_a_tuple_of_one_gives_tuples_of_one() -> None:
+    model, optimizer, (x, _) = make()
+    *_, loader = potluck.init().prepare(model, optimizer, (x,), batch_size=4)
+    (batch,) = next(iter(loader))
+    assert batch.shape == (4, 3)
+    model, optimizer, (x, _) = make()
+    *_, loader = potluck.init().prepare(model, optimizer, TensorDataset(x), batch_size=4)
+    (batch,) = next(iter(loader))
+    assert batch.shape == (4, 3)
+    model, optimizer, (x, _) = make()
+    *_, loader = potluck.init().prepare(model, optimizer, x, batch_size=4)
+    assert next(iter(loader)).shape == (4, 3)
+
+
+def test_prepare_gives_back_as_many_as_it_was_given() -> None:
+    assert len(potluck.init().prepare(*make()[:2])) == 2
+    model, optimizer, loader = potluck.init().prepare(*make()[:2], None)
+    assert loader is None and isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+
+
+def test_what_was_left_out_is_asked_for_by_its_name() -> None:
+    fleet = potluck.init()
+    with pytest.raises(ConfigError, match=r"prepare\(\) needs a batch_size: the rows of one step over all workers"):
+        fleet.prepare(*make())
+    fleet, model, loader = begin()
+    x, y = next(iter(loader))
+    with pytest.raises(ConfigError, match=r"backward\(\) needs samples=.*samples=len\(x\)"):
+        fleet.backward(F.mse_loss(model(x), y))
