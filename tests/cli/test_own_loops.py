@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from potluck.events import read_events
+from potluck.show.output import read_output
 from tests.cli.test_cli import children, is_alive, run, start, steps, wait_until
 from tests.cli.test_host import assert_same, events, invite_of, join, weights
 
@@ -202,3 +203,93 @@ def test_one_sigterm_ends_a_group_of_which_one_saves_alone_and_says_who_is_missi
     said = f"{out or ''}{error or ''}"
     assert running.returncode == 2 and "Traceback" not in said, said
     assert "fleet.save() was called on worker 0 after step 3 (own.py, line 17), and not on worker 1" in said, said
+
+
+ENDS = """
+import argparse, sys
+import torch
+import torch.nn.functional as F
+import potluck
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--way", default="break")
+args = parser.parse_args()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+x = torch.randn(40, 4)
+fleet = potluck.init("sync")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = fleet.prepare(model, optimizer, (x, x[:, :1]), batch_size=20)
+for epoch in fleet.epochs(args.epochs):
+    for a, b in loader:
+        fleet.backward(F.mse_loss(model(a), b), samples=len(a))
+        fleet.step()
+    print(f"epoch {epoch} of {args.epochs}", flush=True)
+    print("\\r 10%", "\\r 50%", end="", file=sys.stderr, flush=True)
+    print("\\r100%", file=sys.stderr)
+    fleet.keep_best(1.0 + epoch)
+    if args.way == "break" and epoch == 2:
+        break
+    if args.way == "finish" and epoch == 2 and fleet.is_main:
+        fleet.finish()
+    if args.way == "stop" and epoch == 2 and fleet.is_main:
+        fleet.request_stop()
+    if args.way == "early" and fleet.early_stop(1.0 + epoch, patience=2):
+        break
+    if args.way == "crash" and epoch == 2:
+        raise SystemExit(3)
+print("after the loop", fleet.step_number)
+"""
+
+
+@pytest.mark.parametrize("way", ["break", "finish", "early"])
+def test_a_script_ends_the_run_for_all_with_what_follows_its_loop_and_status_0(way: str, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    order = ["host", "-n", "2", "--at-least", "2", "--threads", "1", "ends.py", "--epochs", "50", "--way", way]
+    done = run(tmp_path, *order)
+    folder = tmp_path / "runs" / "ends"
+    assert done.returncode == 0 and "Finished " in done.stdout, (done.stdout, done.stderr)
+    after = re.findall(r"^\[(host-worker-\d)\] after the loop (\d+)$", done.stdout, re.M)
+    assert sorted(worker for worker, _ in after) == ["host-worker-0", "host-worker-1"], done.stdout
+    assert 6 <= steps(folder)[-1] <= 8 and {int(step) for _, step in after} <= {6, 7, 8}
+    assert [r["reason"] for r in events(folder) if r["event"] == "run_ended"] == ["finished"]
+    assert "SCRIPT" not in done.stdout and f"ends.py --epochs 50 --way {way}" in done.stdout
+    kept = [(line.worker, line.text) for line in read_output(folder)]
+    for worker in ("host-worker-0", "host-worker-1"):
+        assert (worker, "epoch 1 of 50") in kept and (worker, "100%") in kept and (worker, " 50%") not in kept
+    assert "[host-worker-0] 100%" in done.stderr and "50%" not in done.stderr, "a bar's drafts are no lines"
+
+
+def test_a_script_stops_the_run_for_all_to_be_resumed(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    order = ["host", "-n", "2", "--at-least", "2", "--threads", "1", "ends.py", "--epochs", "5", "--way"]
+    stopped = run(tmp_path, *order, "stop")
+    told = re.search(r"Stopped after step (\d+)\..* Continue with: potluck (.+)", stopped.stderr)
+    assert stopped.returncode == 130 and told and 6 <= int(told[1]) <= 8, (stopped.stdout, stopped.stderr)
+    assert told[2] == "host --out runs/ends --resume ends.py --epochs 5 --way stop"
+    assert "after the loop" not in stopped.stdout
+    again = run(tmp_path, *told[2].replace("stop", "none").split())
+    assert again.returncode == 0 and "after the loop 10" in again.stdout, (again.stdout, again.stderr)
+
+
+def test_a_worker_that_crashes_ends_the_run_for_nobody_and_the_host_says_what_it_waits_for(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    folder = tmp_path / "runs" / "ends"
+    host = start(tmp_path, "host", "--threads", "1", "ends.py", "--epochs", "4", "--way", "crash")
+    wait_until(lambda: any("No worker is left" in r.get("sentence", "") for r in events(folder)))
+    joiner = join(tmp_path, str(folder / "invite"), "ends.py", "--epochs", "4")
+    out, said = joiner.communicate(timeout=60)
+    _, error = host.communicate(timeout=60)
+    assert joiner.returncode == 0 and host.returncode == 0, (out, said, error)
+    assert "for as long as it takes, until one joins: potluck join" in error and "Ctrl-C saves and ends it" in error
+
+
+def test_a_joiner_without_arguments_runs_the_script_with_the_hosts(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    host = start(tmp_path, "host", "-n", "0", "--out", "run", "ends.py", "--epochs", "2", "--way", "none")
+    joiner = join(tmp_path, invite_of(tmp_path / "run"), "ends.py")
+    out, said = joiner.communicate(timeout=60)
+    host.communicate(timeout=60)
+    assert joiner.returncode == 0 and "epoch 1 of 2" in out and "after the loop 4" in out, (out, said)
+    assert "Running ends.py --epochs 2 --way none, with the host's arguments" in said

@@ -318,6 +318,9 @@ class Engine(Handle):
 
     def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
         self._folder, self._is_in_epochs = folder or self._folder, True
+        if self.is_led:  # a script that closes nothing ends its run, too
+            atexit.unregister(self._close_at_exit)
+            self.close_at_exit()
 
         def stop_early() -> None:
             """Ctrl-C came, or another word to stop: the loop ends here, and not with what it does after an epoch."""
@@ -616,6 +619,7 @@ class Engine(Handle):
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
+        atexit.unregister(self._close_at_exit)
         if self._is_in_epochs and error is None and sys.exc_info()[1] is None:
             self._is_in_epochs = False
             self._end_with_loop()

@@ -5,8 +5,12 @@ the identity that its invites name. Imports no torch: whatever computes is a wor
 """
 
 import json
+import math
+import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -46,13 +50,14 @@ from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.script import script_table
 from potluck.fleet.server import Server
 from potluck.launch.options import HostArgs
-from potluck.launch.processes import WorkerPool
+from potluck.launch.processes import Printed, WorkerPool
 from potluck.page.reader import EVENTS, NOW
 from potluck.page.start import PageProcess, start_page
 from potluck.page.where import PageSettings, page_address
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_receiver import CheckpointReceiver
 from potluck.save.run_folder import hold, make_run_folder
+from potluck.show.output import OutputFile, OutputLine
 from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
 from potluck.signals import Interrupts
@@ -62,6 +67,8 @@ from potluck.words import duration, plural, say, shown_arguments
 
 LOCAL = "host-worker-"
 """Names of workers that end with the host."""
+DESERTED_S = 3.0
+"""How long a host has no worker before it says what it waits for: one that lost its connection is back by then."""
 NOW_S = 1.0
 """How often it is written down how things stand."""
 MOST_SHOWN, MOST_WRITTEN = 4096, 65_536
@@ -111,6 +118,9 @@ class _Host:
         )
         self.journal = self._open_journal()
         stack.callback(self.journal.close)
+        self._output: OutputFile | None = None
+        self._output_lock = threading.Lock()  # else lines of two workers could end up within each other
+        stack.callback(lambda: self._output.close() if self._output is not None else None)
         self.loss: float | None = None
         self.validation: Validated | None = None
         self.skipped = 0
@@ -118,6 +128,8 @@ class _Host:
         self.started = time.monotonic()
         self._step_at = time.monotonic()
         self._has_started = False
+        self._deserted_at: float | None = None
+        """Since when there is no worker; infinity: that was said."""
         self._told_now_at = -NOW_S
         self._stack = stack
         self.server = self._serve()
@@ -145,7 +157,8 @@ class _Host:
         if hand_over is not None:
             hand_over(invite)
         here = self.options.host if self.options.host not in ("0.0.0.0", "::") else "127.0.0.1"
-        pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
+        own = {INVITE: self._invite(here).line(), QUIET: "1"} | _columns()
+        pool = WorkerPool(list(args.command), args.workers, own, self._on_output)
         self._stack.callback(pool.close)
         pool.start([f"{LOCAL}{number}" for number in range(args.options.workers)])
         with self.interrupts.handled():
@@ -154,13 +167,34 @@ class _Host:
         if page is not None:
             page.end()
         self.server.stop()
-        wait_until(lambda: not pool.is_alive, 5.0)
+        self._await_scripts(pool, finish)
+        pool.drain(STILL_S)
         return self._summarize(finish)
+
+    def _await_scripts(self, pool: WorkerPool, finish: Finish) -> None:
+        """A script may do something after its loop, for as long as that takes."""
+        if wait_until(lambda: not pool.is_alive, 5.0) or self.args.recipe or finish.reason != "finished":
+            return
+        self._say("The run is done, and scripts on this machine still do what follows their loops. Ctrl-C ends them.")
+        with self.interrupts.handled():
+            heard = self.interrupts.count
+            wait_until(lambda: not pool.is_alive or self.interrupts.count > heard, math.inf)
+
+    def _on_output(self, told: Printed) -> None:
+        """Called on threads of the pool's: keep what scripts print, and show it among what else the terminal shows."""
+        # A full disk, of which the checkpoints will tell: a script must not stand still for that.
+        with suppress(OSError), self._output_lock:
+            for line in told.lines:
+                self._output = self._output or OutputFile(self.folder)
+                self._output.write(OutputLine(time.time(), told.worker, line))
+        show = partial(self._progress.say_of, told.worker, told.lines, told.drawn, is_error=told.is_error)
+        self.terminal.call(show)
 
     def _watch(self, pool: WorkerPool) -> Finish:
         """Watch until the run is over, or nobody can take part in it."""
         while True:
             self._tell_now()
+            self._tell_if_deserted()
             finish = self.server.wait(0.1)
             if finish is not None:
                 return finish
@@ -171,6 +205,20 @@ class _Host:
                     return Finish(sentence, failed=True)  # the last words say it
                 if sentence:
                     self.terminal.call(partial(self._progress.say, f"potluck: {sentence}", style="yellow"))
+
+    def _tell_if_deserted(self) -> None:
+        """Say once what a host waits for that has had workers and has none."""
+        if self.server.core.membership.members:
+            self._deserted_at = None
+        elif self._has_started and self._deserted_at is None:
+            self._deserted_at = time.monotonic()
+        if self._deserted_at is not None and time.monotonic() > self._deserted_at + DESERTED_S:
+            self._deserted_at = math.inf
+            script = "" if self.args.recipe else f" {shown_arguments(self.args.command)}"
+            self._notice(
+                f"No worker is left after step {self.server.core.steps_done:,}. The run waits, for as long as it takes,"
+                f" until one joins: potluck join {self.folder / 'invite'}{script}. Ctrl-C saves and ends it."
+            )
 
     def _start_page(self) -> PageProcess | None:
         """Start the page, which shows what is in the run folder, and passes on what a person orders, if that is
@@ -478,6 +526,13 @@ class _Host:
         if standing.version < self.server.core.standing.version:
             return f" The newest checkpoint is older: {path}."
         return f" Saved in {path}."
+
+
+def _columns() -> dict[str, str]:
+    """How wide a progress bar of a worker's script may be: its lines are shown behind the worker's name."""
+    if "COLUMNS" in os.environ or not sys.stdout.isatty():
+        return {}
+    return {"COLUMNS": str(max(40, shutil.get_terminal_size().columns - len(f"[{LOCAL}00] ")))}
 
 
 def _figure(told: object) -> float:

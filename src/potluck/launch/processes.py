@@ -4,8 +4,10 @@ Imports no torch. A worker that fails ends the others within seconds, and its la
 ourselves are killed, however, the workers see our pipe close and end too.
 """
 
+import codecs
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -23,6 +25,7 @@ from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.files import write_whole
 from potluck.fleet.invite import INVITE
 from potluck.link.ranks import NODE, RANKS, Request
+from potluck.show.small_terminal import SmallTerminal
 from potluck.signals import Interrupts, held_back
 from potluck.system import KILL, heard_by, signal_apart, start_apart
 from potluck.train.arguments import WorkersConfig
@@ -31,8 +34,22 @@ from potluck.words import plural, say, size
 
 GRACE_S = 3.0
 """How long the others have to end by themselves, once one has failed, before they are ended."""
+SETTLE_S = 0.1
+"""How long a row that a program might yet go up to is no line."""
 WORKER_BYTES = 100_000_000
 """Memory that a worker has for itself when it has loaded torch, at the least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Lines that a worker printed, and what it draws."""
+
+    worker: str
+    lines: list[str]
+    drawn: list[str]
+    """Rows that may still change, such as a progress bar's."""
+    is_error: bool
+    """It came by standard error."""
 
 
 @dataclass
@@ -40,7 +57,7 @@ class Worker:
     rank: int
     process: subprocess.Popen[bytes]
     last_words: Path
-    forwarder: threading.Thread | None
+    forwarders: list[threading.Thread]
 
     @property
     def is_alive(self) -> bool:
@@ -131,9 +148,13 @@ def group_environment(count: int, rendezvous: Path) -> dict[str, str]:
 class StartedWorkers:
     """Processes that end with this one, however it ends, and all of them with close()."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        """`command`: for potluck.launch.worker. `environment`: what all of them have."""
+    def __init__(
+        self, command: list[str], environment: dict[str, str], on_output: Callable[[Printed], None] | None = None
+    ) -> None:
+        """`command`: for potluck.launch.worker. `environment`: what all of them have. `on_output`: hears, on threads,
+        what all of them print; without it the first has the terminal."""
         self.ranks: list[Worker] = []
+        self._on_output = on_output
         self._command = command
         self._temporary = tempfile.TemporaryDirectory(prefix="potluck-")
         self.folder = Path(self._temporary.name)
@@ -147,21 +168,42 @@ class StartedWorkers:
         place = 0 if is_alone else first + rank
         own = {"RANK": str(rank), "LOCAL_RANK": str(place), LAST_WORDS: str(last_words)}
         speaks_freely = rank == 0 or is_alone  # it has the terminal; the others' lines are marked with their rank
+        pipes: tuple[int | None, int | None] = (subprocess.PIPE, subprocess.STDOUT)
+        if self._on_output is not None:  # all of them: whoever asked for the lines shows them among other things
+            pipes = subprocess.PIPE, subprocess.PIPE
+            own["PYTHONUNBUFFERED"] = "1"  # else Python keeps lines back where no terminal reads them
+        elif speaks_freely:
+            pipes = None, None
         with held_back():
             process = subprocess.Popen(
                 [sys.executable, "-m", "potluck.launch.worker", *self._command],
                 env=environment | own,
-                stdout=None if speaks_freely else subprocess.PIPE,
-                stderr=None if speaks_freely else subprocess.STDOUT,
+                stdout=pipes[0],
+                stderr=pipes[1],
                 **start_apart(self._read_end),  # Ctrl-C reaches us alone, and we pass it on exactly once
             )
-        forwarder = None
-        if process.stdout is not None:
+        name = environment.get("POTLUCK_NAME", "") + (f".{rank}" if of else "")
+        forwarders = [
             # A thread each: a pipe that nobody reads fills up, and then the worker stands still.
-            forwarder = threading.Thread(target=_forward, args=(process.stdout, f"{of}{rank}"), daemon=True)
+            threading.Thread(target=_forward, args=(stream, self._teller(name, f"{of}{rank}", is_error)), daemon=True)
+            for stream, is_error in ((process.stdout, False), (process.stderr, True))
+            if stream is not None
+        ]
+        for forwarder in forwarders:
             forwarder.start()
-        self.ranks.append(Worker(rank, process, last_words, forwarder))
+        self.ranks.append(Worker(rank, process, last_words, forwarders))
         return self.ranks[-1]
+
+    def _teller(self, name: str, number: str, is_error: bool) -> Callable[[list[str], list[str]], None]:
+        if (tell := self._on_output) is not None:
+            return lambda lines, drawn: tell(Printed(name, lines, drawn, is_error))
+        return lambda lines, drawn: _print_marked(number, lines)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until all that ended workers have printed is told."""
+        until = time.monotonic() + timeout_s
+        for forwarder in (each for rank in self.ranks for each in rank.forwarders):
+            forwarder.join(timeout=max(0.0, until - time.monotonic()))
 
     @property
     def is_alive(self) -> bool:
@@ -174,10 +216,28 @@ class StartedWorkers:
         self._temporary.cleanup()
 
 
-def _forward(stream: IO[bytes], who: str) -> None:
-    for line in stream:
-        text = line.decode("utf-8", errors="replace").rstrip("\n")
-        print(f"[worker {who}] {text}", file=sys.stderr, flush=True)
+def _forward(stream: IO[bytes], tell: Callable[[list[str], list[str]], None]) -> None:
+    """`tell` gets whole lines, and what is still drawn over."""
+    terminal, decoder = SmallTerminal(), codecs.getincrementaldecoder("utf-8")("replace")
+    while True:
+        if terminal.holds and not _has_more(stream):
+            tell(terminal.settle(), terminal.drawn)
+        if not (data := os.read(stream.fileno(), 1 << 16)):
+            break
+        tell(terminal.feed(decoder.decode(data)), terminal.drawn)
+    tell(terminal.close(), [])
+
+
+def _has_more(stream: IO[bytes]) -> bool:
+    """Whether more is printed within a moment. Where pipes cannot be asked, nothing is waited for."""
+    if sys.platform == "win32":
+        return False
+    return bool(select.select([stream], [], [], SETTLE_S)[0])
+
+
+def _print_marked(who: str, lines: list[str]) -> None:
+    for line in lines:
+        print(f"[worker {who}] {line}", file=sys.stderr, flush=True)
 
 
 def _watch(team: list[Worker]) -> int:
@@ -260,8 +320,8 @@ def end_workers(team: list[Worker], first: signal.Signals) -> None:
     for worker in team:
         worker.signal(KILL)
         worker.process.wait()
-        if worker.forwarder is not None:
-            worker.forwarder.join(timeout=1.0)
+        for forwarder in worker.forwarders:
+            forwarder.join(timeout=1.0)
 
 
 def check_room(workers: int) -> None:
@@ -314,9 +374,15 @@ class Team:
 
 
 class WorkerPool(StartedWorkers):
-    def __init__(self, command: list[str], config: WorkersConfig, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        config: WorkersConfig,
+        environment: dict[str, str],
+        on_output: Callable[[Printed], None] | None = None,
+    ) -> None:
         check_room(config.count)
-        super().__init__(command, worker_environment(config) | environment)
+        super().__init__(command, worker_environment(config) | environment, on_output)
         self._environment |= {RANKS: str(config.ranks)} if config.ranks is not None else {}
         if INVITE in environment:  # in a file: what is in an environment is in whatever shows one
             write_whole(place := self.folder / "invite", environment[INVITE] + "\n", 0o600)

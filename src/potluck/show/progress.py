@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console, Group
@@ -27,11 +28,13 @@ from potluck.events import (
     record_of,
 )
 from potluck.show.sentences import STYLES, sentence_of
-from potluck.words import count, duration, plural
+from potluck.words import count, duration, plural, printable
 
 LINE_EVERY_S = 5.0
 """Seconds between two lines without a terminal, at least."""
 RECENT_STEPS = 20
+MOST_DRAWN = 4
+"""Rows below the table that a worker's script may draw."""
 ADDED = ("rows", "samples", "busy_s", "wait_s", "send_s")
 """Figures of a worker that are added up over the run."""
 
@@ -54,6 +57,8 @@ class Progress:
         self._skipped = 0
         self._recent: deque[tuple[float, StepDone]] = deque(maxlen=RECENT_STEPS)
         self._line_at = -LINE_EVERY_S
+        self._drawn: dict[str, list[str]] = {}
+        """Rows that each worker's script draws over now, such as a progress bar."""
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -91,6 +96,17 @@ class Progress:
     def _say_event(self, event: Event) -> None:
         if (told := sentence_of(record_of(event))) is not None:
             self.say(told.text, style=STYLES[told.tone])
+
+    def say_of(self, worker: str, lines: Sequence[str], drawn: Sequence[str] = (), *, is_error: bool = False) -> None:
+        """Show lines that a worker's script printed; and what it draws over, below the table, where there is one."""
+        for line in lines:
+            if self._live is None and is_error:
+                print(f"[{worker}] {printable(line)}", file=sys.stderr, flush=True)
+            else:
+                self.console.print(Text(f"[{worker}] ") + Text.from_ansi(line))
+        self._drawn[f"{worker} {is_error}"] = [f"[{worker}] {row}" for row in drawn[-MOST_DRAWN:]]
+        if self._live is not None:
+            self._live.update(self._picture())
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style))
@@ -172,7 +188,10 @@ class Progress:
         if of_run:
             return Group(Text(self._headline(), style="bold"), bar, self._table(tuple(self._sums.values())))
         reason = [Text(sentence(self._decided.reason), style="dim")] if self._decided is not None else []
-        return Group(Text(self._headline(), style="bold"), bar, self._table(workers), *reason)
+        drawn = [
+            Text.from_ansi(row, no_wrap=True, overflow="ellipsis") for rows in self._drawn.values() for row in rows
+        ]
+        return Group(Text(self._headline(), style="bold"), bar, self._table(workers), *reason, *drawn)
 
     def _table(self, workers: tuple[WorkerStep, ...]) -> Table:
         assert self._run is not None

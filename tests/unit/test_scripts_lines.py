@@ -1,0 +1,53 @@
+"""What scripts print beside the live table, as a person sees it in a terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from potluck.events import RunEnded, RunStarted
+from potluck.show.progress import Progress
+from tests.unit.test_output import Screen
+
+
+def started() -> RunStarted:
+    return RunStarted(
+        name="r",
+        folder="runs/r",
+        workers=1,
+        device="cpu",
+        parameters=3,
+        unit="rows",
+        batch_size=2,
+        steps_total=9,
+        from_step=0,
+    )
+
+
+def ended() -> RunEnded:
+    return RunEnded(reason="finished", step=0, rows_seen=0, seconds=1.0, loss=None, validation_loss=None, skipped=0)
+
+
+def test_lines_stand_above_the_table_and_stay_and_a_bar_stands_below_it_until_it_is_done() -> None:
+    screen = Screen()
+    progress = Progress(Console(file=screen, force_terminal=True, width=80, highlight=False))
+    progress(started())
+    progress.say_of("host-worker-0", ["epoch 1: train 0.5"], [" 50%|###  | 3/6"])
+    progress._live.refresh()  # type: ignore[union-attr]
+    rows = screen.terminal.drawn
+    assert any("[host-worker-0]  50%|###  | 3/6" in row for row in rows)
+    assert not any("epoch 1" in row for row in rows) and any("epoch 1: train 0.5" in line for line in screen.lines)
+    progress.say_of("host-worker-0", ["100%|#####| 6/6", "epoch 2"])
+    progress(ended())
+    shown = screen.end()
+    assert sum("[host-worker-0] epoch 1: train 0.5" in line for line in shown) == 1
+    assert sum("epoch 2" in line for line in shown) == 1 and not any("50%" in line for line in shown)
+
+
+def test_without_a_terminal_lines_are_lines_and_errors_go_where_errors_go(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=80))
+    progress.say_of("host-worker-1", ["\x1b[31mred\x1b[0m"], ["10%"])
+    progress.say_of("host-worker-1", ["careful"], is_error=True)
+    assert out.getvalue() == "[host-worker-1] red\n"
+    assert capsys.readouterr().err == "[host-worker-1] careful\n"
