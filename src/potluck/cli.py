@@ -45,11 +45,29 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 TRAIN = ("train", "finetune", "run", "host", "join", "up")
 """Commands that a scheduler ends with SIGTERM, and whose last words somebody reads."""
-DESCRIPTION = """Train one PyTorch model on whatever machines people bring.
-
-Start with `potluck demo`. Then `potluck finetune MODEL DATA` for a model of Hugging Face on your rows,
-`potluck train RECIPE` for the built-in model on your text, or `potluck run -n 2 your_script.py` for your
-own model. `potluck host RECIPE` prints a line with which any other machine joins in, now or later."""
+HELP = """potluck: train one PyTorch model on whatever machines people bring.
+Try it
+  • demo      train on three unequal workers here, twice, and compare
+  • doctor    what this machine brings, and what is missing
+Train
+  • finetune  a model of Hugging Face, on your rows:  potluck finetune ID DATA
+  • run       your own script, on several workers:    potluck run -n 2 train.py
+  • train     a recipe of the built-in model:         potluck train small
+Bring machines together
+  • host      lead a run that others may join and leave:  potluck host train.py
+  • join      take part in one: paste the line that its host printed
+  • invite    make that line before there is a host, for a scheduler
+  • pause     have your card back for a while;  • resume  let it work again
+  • up        all nodes of a SLURM, Ray, MPI or torchrun job
+Look
+  • watch     the live page of a run, here or elsewhere, or of two
+  • why       who waits for whom in a run that stands still
+  • replay    repeat what a host decided, to find a fault
+Results
+  • chat      talk to a model that was fine-tuned
+  • export    a checkpoint's model as one file;  • push  upload it to the hub
+potluck COMMAND --help says more of each, and potluck --version which this is."""
+"""One screen, of 24 rows: what a person wants, and the command for it."""
 
 
 def main() -> None:
@@ -86,11 +104,13 @@ def _main() -> int:
         hint = f" Did you mean potluck {near[0]}?" if near else ""
         say(f"There is no command {ours[0]!r}.{hint} There are: {', '.join(COMMANDS)}.")
         return ConfigError.exit_code
+    if ours in ([], ["--help"], ["-h"]):
+        print(HELP)
+        return 0
     command = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
-        args=ours or ["--help"],
+        args=ours,
         prog="potluck",
-        description=DESCRIPTION,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     return command(*scripts) if isinstance(command, Run | Host | Join | Up) else command()

@@ -216,6 +216,9 @@ def test_help_reads_well(place: Path) -> None:
     assert done.returncode == 0
     for command in ("demo", "train", "run", "doctor"):
         assert f"• {command}" in done.stdout
+    rows = done.stdout.splitlines()
+    assert len(rows) <= 23 and max(map(len, rows)) <= 80, "it fits a small terminal, with the prompt below it"
+    assert sorted(re.findall(r"• ([a-z]+)", done.stdout)) == sorted(cli.COMMANDS), "each command once"
     assert run(place).stdout == done.stdout
     assert run(place, "--version").stdout.startswith("potluck ")
 

@@ -67,7 +67,7 @@ class BestSoFar:
         known = self._known
         if not known.is_out_of(patience):
             return False
-        if not fleet.stopping:
+        if fleet.is_main and not fleet.stopping:
             fleet.notice(
                 f"Stopped after step {fleet.step_number:,}: of the last {plural(known.since_best, 'value')} none was"
                 f" better than {known.best:.4f}, at step {known.best_step:,}."
