@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from potluck.events import read_events
+from potluck.page.fold import Fold
+from potluck.page.view import head_of
 from potluck.show.output import read_output
+from potluck.words import duration
 from tests.cli.test_cli import children, is_alive, run, start, steps, wait_until
 from tests.cli.test_host import assert_same, events, invite_of, join, weights
 
@@ -293,3 +296,30 @@ def test_a_joiner_without_arguments_runs_the_script_with_the_hosts(tmp_path: Pat
     host.communicate(timeout=60)
     assert joiner.returncode == 0 and "epoch 1 of 2" in out and "after the loop 4" in out, (out, said)
     assert "Running ends.py --epochs 2 --way none, with the host's arguments" in said
+
+
+def test_page_terminal_and_events_of_one_run_have_the_same_figures(tmp_path: Path) -> None:
+    """The last figures of each, and those that a person compares: steps, loss, rows, seconds, parameters, epochs."""
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = run(tmp_path, "host", "--threads", "1", "ends.py", "--epochs", "6", "--way", "none")
+    folder = tmp_path / "runs" / "ends"
+    records = events(folder)
+    fold = Fold()
+    for record in records:
+        fold.take(record)
+    head, (began,), (ended,) = head_of(fold, {}), started(folder), [r for r in records if r["event"] == "run_ended"]
+    last = [r for r in records if r["event"] == "step_done"][-1]
+    told = re.search(r"Finished (\d+) steps in (.+), loss (\S+)\. Saved in \S+step-0*(\d+)\.", done.stdout)
+    assert told is not None, done.stdout
+    assert int(told[1]) == int(told[4]) == head["step"] == ended["step"] == last["step"] == head["total"] == 12
+    assert told[2] == duration(ended["seconds"])
+    assert told[3] == f"{ended['loss']:.4f}" == f"{last['loss']:.4f}" == f"{head['loss']:.4f}"
+    assert head["rows"] == last["rows_seen"] == ended["rows_seen"] == 240
+    assert 0 < head["trained_s"] <= ended["seconds"]
+    shown = re.search(r"Training (\d+) parameters on (\d+) worker .*: (\d+) steps of (\d+) rows", done.stdout)
+    assert shown is not None, done.stdout
+    figures = began["parameters"], began["workers"], began["steps_total"], began["batch_size"]
+    assert tuple(map(int, shown.groups())) == figures == (5, 1, 12, 20)
+    proofs = [r["sentence"] for r in records if r["event"] == "epoch_done"]
+    assert len(proofs) == 6 == head["epochs"][0] == head["epochs"][1] and all(each in done.stdout for each in proofs)
+    assert head["left"] is None and head["ended"]["step"] == 12

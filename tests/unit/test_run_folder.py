@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import potluck
+from potluck.agree.records import Position
 from potluck.errors import ConfigError, JournalError
 from potluck.events import read_events
 from potluck.files import write_whole
@@ -332,3 +333,21 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_is_too(
     named = done.index(("rename", "step-00000003"))
     before, after = [what for _, what in done[:named]], [what for _, what in done[named + 1 :]]
     assert "manifest.json" in before and before[-1].startswith(checkpoint_folder.WRITING) and "checkpoints" in after
+
+
+def test_a_run_that_is_there_is_told_at_its_step_and_not_at_its_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    standing = Position(version=158, step=576, rows_seen=9216)
+    monkeypatch.setattr("potluck.fleet.journal.Journal.standing", lambda journal: standing)
+    with pytest.raises(ConfigError, match="already holds a run, at step 576"), hosting(order(out="run")):
+        pass
+
+
+def test_the_bytes_of_a_run_do_not_fall_when_its_host_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"sent": 900, "received": 100, "saved": 0}
+    with hosting(order(out="run")) as host:
+        monkeypatch.setattr(host.server, "now", lambda: {"bytes": told, "phase": "x"})
+        host._tell_now()
+    with hosting(order(out="run", resume=True)) as host:
+        assert host._now()["bytes"] == told
+        monkeypatch.setattr(host.server, "now", lambda: {"bytes": told, "phase": "x"})
+        assert host._now() == {"bytes": {"sent": 1800, "received": 200, "saved": 0}, "phase": "x"}

@@ -126,7 +126,9 @@ class _Host:
         self.skipped = 0
         self.interrupts = Interrupts(self._on_interrupt)
         self.started = time.monotonic()
+        self._ended: RunEnded | None = None
         self._step_at = time.monotonic()
+        self._bytes_before = self._read_bytes_before() if args.resume else {}
         self._has_started = False
         self._deserted_at: float | None = None
         """Since when there is no worker; infinity: that was said."""
@@ -240,7 +242,19 @@ class _Host:
             return
         self._told_now_at = time.monotonic()
         with suppress(OSError):  # a full disk: what must be written says so
-            write_whole(self.folder / NOW, json.dumps(self.server.now()))
+            write_whole(self.folder / NOW, json.dumps(self._now()))
+
+    def _now(self) -> dict[str, Any]:
+        """Tell how things stand; bytes are those of the whole run, and not of this process alone."""
+        now = self.server.now()
+        return now | {"bytes": {name: count + self._bytes_before.get(name, 0) for name, count in now["bytes"].items()}}
+
+    def _read_bytes_before(self) -> dict[str, int]:
+        """The bytes that travelled before this host was started again, as they were written down last."""
+        with suppress(OSError, ValueError, AttributeError):  # none, or cut short by a crash: then they count from here
+            told = json.loads((self.folder / NOW).read_text(encoding="utf-8")).get("bytes", {})
+            return {name: int(count) for name, count in told.items()}
+        return {}
 
     def _serve(self) -> Server:
         args, journal = self.args, self.journal
@@ -455,7 +469,7 @@ class _Host:
     # The end
 
     def _end(self, finish: Finish) -> None:
-        ended = RunEnded(
+        self._ended = ended = RunEnded(
             reason=finish.reason,
             step=self.server.core.steps_done,
             rows_seen=self.server.core.standing.rows_seen,
@@ -501,7 +515,8 @@ class _Host:
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
         validation = f", {self.validation.in_words}" if self.validation is not None else ""
-        took = duration(time.monotonic() - self.started)
+        assert self._ended is not None
+        took = duration(self._ended.seconds)
         self._print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}")
         if fault:
             return 1

@@ -172,10 +172,16 @@ function drawHead() {
   if (document.title !== title) document.title = title;
 }
 
+// An estimate that has passed, or of a run that nobody trains, is none.
+function isTimeLeft() {
+  const { head } = state;
+  return Boolean(head.left && !head.ended && head.workers && head.step_at + head.left[2] >= now());
+}
+
 function ending() {
   const { head } = state;
   if (head.ended) return `ended ${new Date(1000 * head.ended.time).toLocaleString("en-GB")}`;
-  if (!head.left || head.paused) return "";
+  if (!isTimeLeft() || head.paused) return "";
   const [best, least, most] = head.left.map((seconds) => head.step_at + seconds);
   const withSeconds = head.left[0] < 600, band = clock(least, withSeconds) !== clock(most, withSeconds);
   const day = best - now() > 43200 ? `${new Date(1000 * best).toLocaleDateString("en-GB", { weekday: "short", day: "numeric", month: "short" })} ` : "";
@@ -192,7 +198,7 @@ function drawFigures() {
     found.push(["Validation", look[2] === null ? named.split(", ")[0] : figure(look[2]), `step ${whole(look[3])}${best !== null && looks.length > 1 ? `, best ${figure(best)}` : ""}${named && look[2] !== null ? `; ${named}` : ""}`]);
   }
   found.push([`${unit[0].toUpperCase()}${unit.slice(1)} a second`, head.rate ? count(head.rate) : "–", head.mfu ? `${(100 * head.mfu).toPrecision(3)} % of the devices' peak (MFU)` : head.step_s ? `${duration2(head.step_s)} a step` : ""]);
-  if (head.left && !head.ended) found.push(["Time left", duration(head.left[0]), `${duration(head.left[1])} to ${duration(head.left[2])}`]);
+  if (isTimeLeft()) found.push(["Time left", duration(head.left[0]), `${duration(head.left[1])} to ${duration(head.left[2])}`]);
   found.push(["Trained", duration(head.trained_s || 0), head.ended ? "without starting, pauses and stops" : `since ${run.at ? clock(run.at, false) : "–"}`]);
   found.push(["Workers", whole(head.workers || 0), head.paused ? "paused" : ""]);
   const [right, ended] = head.epochs || [0, 0];
