@@ -27,8 +27,10 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer, tuple[torch.Tensor, torch.
 
 
 def begin(**options: Any) -> tuple[Any, Any, Any]:
+    """Rows come in their own order."""
     fleet = potluck.init(**options)
-    model, _, loader = fleet.prepare(*make(), batch_size=BATCH)
+    model, optimizer, data = make()
+    model, _, loader = fleet.prepare(model, optimizer, DataLoader(TensorDataset(*data), batch_size=BATCH))
     return fleet, model, loader
 
 
@@ -154,6 +156,51 @@ def test_what_cannot_be_compared_or_kept_is_refused_with_what_to_do(tmp_path: Pa
         fleet.early_stop(0.5, patience=0)
     with pytest.raises(ConfigError, match="take a number, not None"):
         fleet.keep_best(None, tmp_path)  # type: ignore[arg-type]
+
+
+def averaged(folder: Path, strategy: Any) -> list[Any]:
+    """The average after six steps, that of a run which has loaded them, and what evaluate() sees."""
+    fleet, model, loader = begin(strategy=strategy)
+    average = fleet.ema(0.9)
+    for batch in loader:
+        step(fleet, model, batch)
+    fleet.save(folder)
+    fleet.wait_for_saves()
+    again, _, _ = begin(strategy=strategy)
+    loaded = again.ema(0.9)
+    again.load(folder)
+    x, y = make()[2]
+    looked = fleet.evaluate(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), (x, y), BATCH)
+    found = []
+    for each, handle in ((average, fleet), (loaded, again)):
+        with each.applied():
+            found.append({name: value.tolist() for name, value in handle.state_dict().items()})
+    return [*found, looked]
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, potluck.NoShard()), (2, potluck.FullShard())])
+def test_the_average_of_a_loops_weights_is_a_plain_loops_saved_and_looked_at(
+    ranks: int, strategy: Any, tmp_path: Path
+) -> None:
+    def plain() -> dict[str, Any]:
+        model, optimizer, (x, y) = make()
+        average = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        for start in range(0, ROWS, BATCH):
+            optimizer.zero_grad()
+            F.mse_loss(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
+            optimizer.step()
+            for name, value in model.state_dict().items():
+                average[name].mul_(0.9).add_(0.1 * value)
+        return average
+
+    expected = plain()
+    found, loaded, looked = run_ranks(ranks, averaged, tmp_path, strategy)[0]
+    assert found == loaded
+    model, _, (x, y) = make()
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-5, atol=1e-6)
+    model.load_state_dict(expected)
+    assert looked == pytest.approx(F.mse_loss(model(x), y).item(), rel=1e-4)
 
 
 # What DDP's habits ask for

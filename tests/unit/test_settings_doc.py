@@ -136,6 +136,8 @@ def said_by(kind: type) -> dict[str, str]:
 
 def written(default: Any) -> str:
     """A default as one writes it."""
+    if default is ...:
+        return "left out"
     if default is inspect.Parameter.empty or default is MISSING:
         return "required"
     return f"`{default!r}`"
