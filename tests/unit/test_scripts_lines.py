@@ -1,9 +1,11 @@
 """What scripts print beside the live table, as a person sees it in a terminal."""
 
 import io
+import sys
 
 import pytest
 from rich.console import Console
+from tqdm import tqdm
 
 from potluck.events import RunEnded, RunStarted
 from potluck.show.progress import Progress
@@ -51,3 +53,27 @@ def test_without_a_terminal_lines_are_lines_and_errors_go_where_errors_go(capsys
     progress.say_of("host-worker-1", ["careful"], is_error=True)
     assert out.getvalue() == "[host-worker-1] red\n"
     assert capsys.readouterr().err == "[host-worker-1] careful\n"
+
+
+def test_what_this_process_prints_goes_above_the_table_and_a_bar_of_its_own_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen, error = Screen(), Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", error)
+    progress = Progress(Console(file=screen, force_terminal=True, width=80, highlight=False))
+    progress(started())
+    print("epoch 1: train 0.5")
+    bar = tqdm(range(3), file=sys.stderr, ncols=60, mininterval=0)
+    for number, _ in enumerate(bar):
+        progress._live.refresh()  # type: ignore[union-attr]
+        assert any(f"{number}/3" in row for row in screen.terminal.drawn)
+    print("epoch 2")
+    progress(ended())
+    assert sys.stdout is screen and sys.stderr is error
+    print("after")
+    bar.write("late", file=bar.fp)
+    shown = screen.end()
+    for text in ("epoch 1: train 0.5", "epoch 2", "after"):
+        assert sum(text in line for line in shown) == 1, (text, shown)
+    assert not any("1/3" in line for line in shown) and sum("3/3" in line for line in shown) == 1

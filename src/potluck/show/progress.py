@@ -1,11 +1,13 @@
 """The terminal: a live view where there is one, plain lines elsewhere. Reads events and knows nothing else."""
 
+import io
 import re
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,6 +30,7 @@ from potluck.events import (
     record_of,
 )
 from potluck.show.sentences import STYLES, sentence_of
+from potluck.show.small_terminal import SmallTerminal
 from potluck.words import count, duration, plural, printable
 
 LINE_EVERY_S = 5.0
@@ -37,6 +40,43 @@ MOST_DRAWN = 4
 """Rows below the table that a worker's script may draw."""
 ADDED = ("rows", "samples", "busy_s", "wait_s", "send_s")
 """Figures of a worker that are added up over the run."""
+
+
+class BesideTable(io.TextIOBase):
+    """Stands in for a stream of this process while there is a live table: lines go above it, and bars below."""
+
+    def __init__(self, stream: Any, tell: Callable[[list[str], list[str]], None]) -> None:
+        self._stream, self._tell = stream, tell
+        self._terminal: SmallTerminal | None = SmallTerminal()
+
+    def __getattr__(self, name: str) -> Any:  # its file number, by which a bar finds how wide it may be, and the like
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if self._terminal is None:  # a bar may have kept it from before the table's end
+            return int(self._stream.write(text))
+        lines = self._terminal.feed(text)
+        if "\r" not in text and "\x1b" not in text:  # no bar that will go up again
+            lines += self._terminal.settle()
+        self._tell(lines, self._terminal.drawn)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return bool(self._stream.isatty())
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(getattr(self._stream, "encoding", "utf-8"))
+
+    def end(self) -> Any:
+        """Tell what is left, and return the stream."""
+        terminal, self._terminal = self._terminal, None
+        if terminal is not None:
+            self._tell(terminal.close(), [])
+        return self._stream
 
 
 class Progress:
@@ -99,12 +139,13 @@ class Progress:
 
     def say_of(self, worker: str, lines: Sequence[str], drawn: Sequence[str] = (), *, is_error: bool = False) -> None:
         """Show lines that a worker's script printed; and what it draws over, below the table, where there is one."""
+        mark = f"[{worker}] " if worker else ""
         for line in lines:
             if self._live is None and is_error:
-                print(f"[{worker}] {printable(line)}", file=sys.stderr, flush=True)
+                print(f"{mark}{printable(line)}", file=sys.stderr, flush=True)
             else:
-                self.console.print(Text(f"[{worker}] ") + Text.from_ansi(line))
-        self._drawn[f"{worker} {is_error}"] = [f"[{worker}] {row}" for row in drawn[-MOST_DRAWN:]]
+                self.console.print(Text(mark) + Text.from_ansi(line))
+        self._drawn[f"{worker} {is_error}"] = [f"{mark}{row}" for row in drawn[-MOST_DRAWN:]]
         if self._live is not None:
             self._live.update(self._picture())
 
@@ -113,8 +154,15 @@ class Progress:
 
     def close(self) -> None:
         if self._live is not None:
+            for name in ("stdout", "stderr"):
+                if isinstance(stream := getattr(sys, name), BesideTable):
+                    setattr(sys, name, stream.end())
             self._live.stop()
             self._live = None
+
+    def _live_say(self, *, is_error: bool) -> Callable[[list[str], list[str]], None]:
+        """Show what is printed in this process, which needs no name."""
+        return lambda lines, drawn: self.say_of("", lines, drawn, is_error=is_error)
 
     def _start(self, run: RunStarted) -> None:
         self._run = run
@@ -128,8 +176,16 @@ class Progress:
         if run.from_step:
             self.say(f"Continuing from step {run.from_step:,}.")
         if self.console.is_terminal:
-            self._live = Live(self._picture(), console=self.console, refresh_per_second=4)
+            self._live = Live(
+                self._picture(),
+                console=self.console,
+                refresh_per_second=4,
+                redirect_stdout=False,  # rich's own would make a line of each state of a progress bar
+                redirect_stderr=False,
+            )
             self._live.start()
+            for name in ("stdout", "stderr"):
+                setattr(sys, name, BesideTable(getattr(sys, name), self._live_say(is_error=name == "stderr")))
 
     def _show_step(self) -> None:
         if self._live is not None:
