@@ -127,6 +127,7 @@ class Progress:
             case Noticed() | Ordered():
                 pass  # the one that emits these says them too
             case RunEnded():
+                self._give_back_streams()  # before the last picture, beside which nothing is drawn
                 if self._live is not None and self._sums:
                     self._live.update(self._picture(of_run=True))
                 self.close()
@@ -154,11 +155,14 @@ class Progress:
 
     def close(self) -> None:
         if self._live is not None:
-            for name in ("stdout", "stderr"):
-                if isinstance(stream := getattr(sys, name), BesideTable):
-                    setattr(sys, name, stream.end())
+            self._give_back_streams()
             self._live.stop()
             self._live = None
+
+    def _give_back_streams(self) -> None:
+        for name in ("stdout", "stderr"):
+            if isinstance(stream := getattr(sys, name), BesideTable):
+                setattr(sys, name, stream.end())
 
     def _live_say(self, *, is_error: bool) -> Callable[[list[str], list[str]], None]:
         """Show what is printed in this process, which needs no name."""
