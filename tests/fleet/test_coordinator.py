@@ -1044,8 +1044,8 @@ def test_a_script_that_ends_the_run_ends_it_for_all_and_counts_as_done(finished:
     run = Fleet(workers=2, save_every=100)
     run.run_until(lambda: run.standing().version == 2)
     peer = run.member("w1").peer
-    run.host.act(run.core.on_message(run.clock.now, peer, EndRun(finished)))
-    assert not run.core.on_message(run.clock.now, peer, EndRun(1 - finished)), "the first word counts"
+    run.host.act(run.core.at(run.clock.now).on_message(peer, EndRun(finished)))
+    assert not run.core.at(run.clock.now).on_message(peer, EndRun(1 - finished)), "the first word counts"
     run.run_until(lambda: run.host.finish is not None)
     assert run.host.finish == Finish(reason) and list(run.disk.states) == [3]
     assert [worker.member.finishes for worker in run.workers.values()] == [bool(finished)] * 2
@@ -1055,15 +1055,15 @@ def test_a_script_that_ends_the_run_ends_it_for_all_and_counts_as_done(finished:
 
 def test_a_newcomer_ends_the_run_for_nobody() -> None:
     core, peer = in_phase(WorkerPhase.CATCHING_UP)
-    assert core.on_message(1.0, peer, EndRun(1)) == []
+    assert core.at(1.0).on_message(peer, EndRun(1)) == []
     assert not core.stopping and not core.finished
 
 
 def test_a_loop_that_was_left_ends_the_run_though_nobody_else_is_there() -> None:
     core, peer = in_phase(WorkerPhase.READY)
-    core.on_message(1.0, peer, EndRun(1))
+    core.at(1.0).on_message(peer, EndRun(1))
     for each in (1, 2):
-        core.on_message(2.0, each, Leave(1, "finished"))
+        core.at(2.0).on_message(each, Leave(1, "finished"))
     assert core.finished == "finished"
 
 

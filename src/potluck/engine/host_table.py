@@ -463,7 +463,7 @@ class HostTable(Table):
 
     def finishes(self) -> bool:
         """The ranks of a worker hear the same, and may have asked for it each by itself."""
-        if self._has_left:
+        if self.member.left:
             return False
         asked = self.run.progress.finishes or self.member.finishes
         return any(each for (each,) in self.run.link.gather_rows([float(asked)]))

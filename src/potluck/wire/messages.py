@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, dataclass_transform, get_args, ge
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of our own messages: a Hello says which one its sender speaks."""
 DIVERGED = 4
 """The code of a Refusal that ends the run: the loss or the weights are no numbers any more."""
