@@ -315,7 +315,7 @@ class ThirdWorker(threading.Thread):
             shown = hashlib.sha256(encrypted.getpeercert(binary_form=True) or b"").digest()
             assert base64.urlsafe_b64encode(shown).rstrip(b"=").decode() == self._pin
         self._reader, self._said_at = FrameReader(1 << 26), time.monotonic()
-        self._send(Hello(4, self._secret, "third", "numpy"))
+        self._send(Hello(5, self._secret, "third", "numpy"))
         (welcome,) = self._receive()
         assert isinstance(welcome, Welcome), welcome
         self.worker_id, self._beat_s = welcome.worker_id, welcome.patience_ms / 4000

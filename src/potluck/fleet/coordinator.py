@@ -212,7 +212,9 @@ class Coordinator(CoordinatorState):
         went = WorkerWent(
             worker=member.worker_id,
             name=member.name,
-            reason="it asked a question, and took no part" if has_fetched else member.goodbye or why,
+            reason="it came for the script's arguments or the base model, and took no part"
+            if has_fetched
+            else member.goodbye or why,
             polite=member.leaving or has_fetched or self.finished is not None,
             workers=len(self.membership.ready),
             owed=bool(member.nodes),

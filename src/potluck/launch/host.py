@@ -515,9 +515,8 @@ class _Host:
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
         validation = f", {self.validation.in_words}" if self.validation is not None else ""
-        assert self._ended is not None
-        took = duration(self._ended.seconds)
-        self._print(f"\nFinished {plural(step, 'step')} in {took}{loss}{validation}.{saved}")
+        took = f" in {duration(self._ended.seconds)}" if self._ended is not None else ""
+        self._print(f"\nFinished {plural(step, 'step')}{took}{loss}{validation}.{saved}")
         if fault:
             return 1
         with suppress(OSError):  # no room for a picture

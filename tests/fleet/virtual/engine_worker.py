@@ -391,6 +391,7 @@ def patched() -> Iterator[None]:
             mock.patch.object(time, "monotonic", clock("monotonic")),
             mock.patch.object(time, "perf_counter", clock("perf_counter")),
             mock.patch.object(host_table, "atexit", nothing),
+            mock.patch.object(host_table, "UseWatch", lambda **_: None),  # of this machine, in a thread of its own
             mock.patch.object(state_transfer, "threading", SimpleNamespace(Thread=_Later)),
         ):
             yield
