@@ -1,6 +1,7 @@
 """How long a kill -9 holds up those who go on: of a worker, beyond the work that has to be done again; of the server,
 from the new one's listening until the next step is committed. And how long a pulled plug does, of which nothing tells:
-the worker is stopped, so that its connection is there and silent.
+each worker is behind a link of its own (bench/testbed), which goes down, so that nothing is acknowledged any more.
+Where there are no rights to make links, the worker is stopped instead: its connection is there, and silent.
 
 A small model trains through the real engine and never stops. Whoever is killed is replaced, and killed again later.
 """
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import get_context
 from statistics import median
@@ -20,6 +22,7 @@ from typing import Any
 
 from bench.report import Comparison, Result
 from bench.stars import Actor, Host, on_stage
+from bench.testbed import Machine, Testbed, enter_namespace
 from bench.turns import say
 
 FORKED = get_context("forkserver")  # a worker starts at once: torch is loaded already
@@ -41,9 +44,15 @@ def measure(quick: bool) -> Result:
         what = f"pause of {workers - 1} survivor{'s' * (workers > 2)} of a kill -9, beyond work done again"
         pauses.append(Comparison(what=what, unit="s", ours=found, bare=[], target=0.3))
         details[f"step_s_of_{workers}"] = step_s
+    pulls = max(1, kills // 4)
+    lack = Testbed.lacks([Machine()], network=True)
+    if lack is not None:
+        say(f"pause: workers are stopped, since there is no link to pull a plug of: {lack}")
     for workers in (2, 3):
-        found, step_s = _kill(workers, max(1, kills // 4), Fleet.pull_plug)
-        what = f"pause of {workers - 1} survivor{'s' * (workers > 2)} of a pulled plug, {PATIENCE_S:g} s patience"
+        bed = Testbed([Machine()] * (workers + pulls), network=True) if lack is None else None
+        found, step_s = _kill(workers, pulls, Fleet.pull_plug, bed, is_far=True)
+        how = "a pulled plug" if bed is not None else "a stopped process"
+        what = f"pause of {workers - 1} survivor{'s' * (workers > 2)} of {how}, {PATIENCE_S:g} s patience"
         pauses.append(Comparison(what=what, unit="s", ours=found, bare=[], target=PATIENCE_S / 6))
         details[f"step_s_of_{workers}_before_a_pulled_plug"] = step_s
     for down_s in DOWN_S:
@@ -68,8 +77,9 @@ class Done:
 class Learner:
     """Trains in a thread of its own until it is killed."""
 
-    def __init__(self, invite: str, name: str, is_far: bool) -> None:
-        """`is_far`: it talks as from another machine, over TCP alone: a plug is between machines."""
+    def __init__(self, invite: str, name: str, is_far: bool, namespace: str | None) -> None:
+        """`is_far`: it talks as from another machine, over TCP alone: a plug is between machines. `namespace`: that of
+        the machine whose link it talks over."""
         import torch
 
         from potluck.environment import QUIET
@@ -79,6 +89,8 @@ class Learner:
             from potluck.fleet import host_connector
 
             host_connector.connect_local = lambda port: None
+        if namespace is not None:
+            enter_namespace(namespace)
         os.environ |= {INVITE: invite, QUIET: "1", "POTLUCK_NAME": name}
         torch.set_num_threads(1)
         self.done: list[Done] = []
@@ -115,22 +127,27 @@ class Learner:
 class Fleet:
     """A host, its learners, and the next one in line."""
 
-    def __init__(self, actors: list[Actor], folder: str, workers: int, is_far: bool) -> None:
-        self._actors, self._is_far = actors, is_far
+    def __init__(self, actors: list[Actor], folder: str, workers: int, bed: Testbed | None, is_far: bool) -> None:
+        self._actors, self._bed, self._is_far = actors, bed, is_far
         self._folder = folder
-        self._names = itertools.count()
+        self._numbers = itertools.count()
+        self._number_of: dict[Actor, int] = {}
         self._draw = random.Random(0)
         self.host = self._start_host(workers, port=0)
         self.invite, _ = self.host.call("listening")
         self.learners = [self.add() for _ in range(workers)]
 
     def add(self) -> Actor:
-        learner = Actor(Learner, self.invite, f"learner {next(self._names)}", self._is_far, context=FORKED)
+        number = next(self._numbers)
+        namespace = self._bed.namespace(number) if self._bed is not None else None
+        learner = Actor(Learner, self.invite, f"learner {number}", self._is_far, namespace, context=FORKED)
         self._actors.append(learner)
+        self._number_of[learner] = number
         return learner
 
     def _start_host(self, at_least: int, port: int) -> Actor:
-        host = Actor(Host, self._folder, at_least, False, port, PATIENCE_S)
+        address = self._bed.parent_address if self._bed is not None else "127.0.0.1"
+        host = Actor(Host, self._folder, at_least, self._bed is not None, port, PATIENCE_S, address)
         self._actors.append(host)
         return host
 
@@ -182,8 +199,11 @@ class Fleet:
         time.sleep(PATIENCE_S / 2 + self._draw.uniform(0, 1))  # until the newest link has shown how late it is
         step_s = _median_step(self.steps_together(STEADY))
         victim = self.learners.pop()
-        assert victim.process.pid is not None
-        os.kill(victim.process.pid, signal.SIGSTOP)
+        if self._bed is not None:
+            self._bed.unplug(self._number_of[victim])
+        else:
+            assert victim.process.pid is not None
+            os.kill(victim.process.pid, signal.SIGSTOP)
         pulled_at = time.monotonic()
         done = self.steps_since(pulled_at, STEADY)
         took = max(b.at - max(a.at, pulled_at) for a, b in itertools.pairwise(done) if b.at > pulled_at)
@@ -208,9 +228,16 @@ def _median_step(done: list[Done]) -> float:
     return median(b.at - a.at for a, b in itertools.pairwise(done))
 
 
-def _kill(workers: int, kills: int, kill: Callable[[Fleet], tuple[float, float]]) -> tuple[list[float], float]:
-    """The pauses, and how long a step takes."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, on_stage() as actors:
-        fleet = Fleet(actors, folder, workers, kill is Fleet.pull_plug)
+def _kill(
+    workers: int,
+    kills: int,
+    kill: Callable[[Fleet], tuple[float, float]],
+    bed: Testbed | None = None,
+    *,
+    is_far: bool = False,
+) -> tuple[list[float], float]:
+    """The pauses, and how long a step takes. `bed`: has a machine for each worker that there will be."""
+    with bed or nullcontext(), tempfile.TemporaryDirectory(prefix="bench-") as folder, on_stage() as actors:
+        fleet = Fleet(actors, folder, workers, bed, is_far)
         found = [kill(fleet) for _ in range(kills)]
     return [pause for pause, _ in found], median(step_s for _, step_s in found)

@@ -121,7 +121,13 @@ class Host:
     """A server as `potluck host` has it, with its journal on the disk. Loads no torch."""
 
     def __init__(
-        self, folder: str, at_least: int, encrypted: bool = False, port: int = 0, patience_s: float = PATIENCE_S
+        self,
+        folder: str,
+        at_least: int,
+        encrypted: bool = False,
+        port: int = 0,
+        patience_s: float = PATIENCE_S,
+        address: str = "127.0.0.1",
     ) -> None:
         place = self._folder = Path(folder)
         identity = Identity.load_or_make(place / "identity")
@@ -139,10 +145,8 @@ class Host:
 
         tls = identity.server_context() if encrypted else None
         saver = CheckpointReceiver(place / "checkpoints", lambda path, reason: None)
-        self.server = Server(
-            core, host="127.0.0.1", port=port, tls=tls, journal=journal, saver=saver, on_event=on_event
-        )
-        self._invite = identity.invite("127.0.0.1", self.server.port, encrypted=encrypted)
+        self.server = Server(core, host=address, port=port, tls=tls, journal=journal, saver=saver, on_event=on_event)
+        self._invite = identity.invite(address, self.server.port, encrypted=encrypted)
         self.empty_bytes = memory_bytes("VmRSS")
         self.server.start()
         self.listening_at = time.monotonic()

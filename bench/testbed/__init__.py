@@ -4,6 +4,7 @@
     with Testbed(machines) as bed:
         process = bed.start(0, [sys.executable, "worker.py", "--host", bed.address(0)])
         bed.set_cpu(1, 0.1)  # a worker slows down
+        bed.unplug(1)  # and is gone, of which nothing tells
 
 `python -m bench.testbed --cpu 0.6 0.2 --mbit 1000 100 -- COMMAND ...` runs a command once on each machine.
 
@@ -20,6 +21,7 @@ one would be slow: what it sends, receives and waits for costs it nothing. Resul
 """
 
 from bench.testbed.bed import Machine, Testbed
+from bench.testbed.network import enter_namespace
 from bench.testbed.programs import TestbedError
 
-__all__ = ["Machine", "Testbed", "TestbedError"]
+__all__ = ["Machine", "Testbed", "TestbedError", "enter_namespace"]

@@ -145,6 +145,20 @@ class Testbed:
         """Of a machine, as the other machines and this process see it."""
         return self._network.address(index) if self._has_network else "127.0.0.1"
 
+    def unplug(self, index: int) -> None:
+        """Pulls the plug of a machine's link: nothing passes any more, and nobody is told. There is no way back."""
+        self._check_network()
+        self._network.unplug(index)
+
+    def namespace(self, index: int) -> str:
+        """Of a machine, for `enter_namespace()` in a process that was started elsewhere."""
+        self._check_network()
+        return self._network.namespace(index)
+
+    def _check_network(self) -> None:
+        if not self._has_network:
+            raise TestbedError("This testbed has no network of its own: make it with network=True.")
+
     @property
     def parent_address(self) -> str:
         """Of this process, as the machines see it."""

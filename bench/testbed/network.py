@@ -6,6 +6,7 @@ killed testbed had made. Where the machine filters bridged packets (Docker's FOR
 that filter holds here too.
 """
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -24,6 +25,7 @@ BURST_S = 0.001
 """At any rate, a bucket holds what passes in so long: the kernel's timers are finer than that."""
 QUEUE_S = 0.05
 """What waits longer is dropped, and TCP slows down."""
+CLONE_NEWNET = 0x40000000
 
 
 class Network:
@@ -91,7 +93,14 @@ class Network:
 
     def enter(self, index: int) -> list[str]:
         """What a command is preceded by so that it runs inside. It becomes the command, under the same process id."""
-        return [find("nsenter", UTIL_LINUX), f"--net={NAMESPACES / self._namespaces[index]}", "--"]
+        return [find("nsenter", UTIL_LINUX), f"--net={self.namespace(index)}", "--"]
+
+    def namespace(self, index: int) -> str:
+        return str(NAMESPACES / self._namespaces[index])
+
+    def unplug(self, index: int) -> None:
+        """From now on nothing passes either way, and neither end is told: no packet is acknowledged or refused."""
+        run([find("ip", IPROUTE), "link", "set", self._namespaces[index], "down"], self._name)
 
     def remove(self) -> None:
         for link in (*self._namespaces, self._name):
@@ -104,6 +113,13 @@ class Network:
     def remains(self) -> list[str]:
         links = [LINKS / link for link in (*self._namespaces, self._name)]
         return [str(path) for path in (*links, *(NAMESPACES / name for name in self._namespaces)) if path.exists()]
+
+
+def enter_namespace(path: str) -> None:
+    """This thread is inside from now on, and so are those that it starts: what they connect leaves by its link."""
+    with Path(path).open("rb") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
 
 
 def _bucket(mbit: float) -> list[str]:

@@ -377,6 +377,7 @@ def serve(
     *,
     encrypted: bool = False,
     patience_s: float = PATIENCE_S,
+    address: str = "127.0.0.1",
     port: int = 0,
     on_event: Callable[[Event], None] = lambda event: None,
     on_step: Callable[[StepRecord, float, float, str], None] = lambda *told: None,
@@ -398,7 +399,7 @@ def serve(
 
     server = Server(
         coordinator,
-        host="127.0.0.1",
+        host=address,
         port=port,
         tls=identity.server_context() if encrypted else None,
         journal=journal,
@@ -406,7 +407,7 @@ def serve(
         on_event=hear,
     )
     server.on_step = on_step
-    return server, identity.invite("127.0.0.1", server.port, encrypted=encrypted), journal
+    return server, identity.invite(address, server.port, encrypted=encrypted), journal
 
 
 def _coordinate(

@@ -3,16 +3,19 @@
 import os
 import random
 import signal
+import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bench import testbed
 from potluck.agree.policy import ApplyPolicy, Cadence, Sync
-from potluck.events import WorkerWent
+from potluck.events import Stalled, WorkerWent
 from potluck.fleet import pipe
 from tests.fleet.fleet import (
     EPOCHS,
@@ -62,6 +65,45 @@ def test_a_host_that_pauses_beyond_patience_changes_no_bit_and_loses_nobody(
     assert {worker.name for worker in ended} == {"a", "b"}
     for worker in ended:
         assert_same(worker.weights, expected)
+
+
+def on_another_machine(namespace: str, place: Path) -> None:
+    from potluck.fleet import host_connector
+
+    host_connector.connect_local = lambda port: None  # type: ignore[assignment]
+    testbed.enter_namespace(namespace)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+def test_a_pulled_plug_holds_the_others_for_less_than_half_of_patience(tmp_path: Path) -> None:
+    """A link between two machines goes down: nothing is acknowledged any more, and nothing says so."""
+    if (lack := testbed.Testbed.lacks([testbed.Machine()], network=True)) is not None:
+        pytest.skip(lack)
+    patience_s = 30.0
+    with testbed.Testbed([testbed.Machine()], network=True) as bed:
+        fleet = Fleet(tmp_path, encrypted=True, patience_s=patience_s, at_least=2, address=bed.parent_address)
+        options = {"slow_s": 0.1, "epochs": 1000}
+        fleet.add("near", **options)
+        fleet.add("far", partial(on_another_machine, bed.namespace(0)), **options)
+        core = fleet.server.core
+
+        def is_known() -> bool:
+            """How late the far one's link is at most."""
+            limits = [m.lateness.silence_limit_s(time.monotonic(), patience_s) for m in core.membership.holders]
+            return len(limits) == 2 and max(limits) < patience_s / 2
+
+        wait_until(is_known, 60)
+        assert not [event for event in fleet.events if isinstance(event, Stalled | WorkerWent)]
+        bed.unplug(0)
+        done = core.standing.version
+        wait_until(lambda: core.standing.version >= done + 10, 60)
+        told = [event for event in fleet.events if isinstance(event, Stalled | WorkerWent)]
+        assert {event.name for event in told} == {"far"}
+        assert isinstance(told[0], Stalled) and told[0].then.startswith("the others compute its part")
+        seconds = [e.seconds if isinstance(e, Stalled) else float(e.reason.split()[2]) for e in told]
+        assert max(seconds) < patience_s / 2, told
+        fleet.close()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from bench import testbed
-from bench.testbed import network, programs
 from potluck.fleet import host_connector
 from potluck.fleet import pipe as pipe_module
 from potluck.fleet.client import Client
@@ -241,7 +240,7 @@ def test_both_a_waiting_and_a_sending_end_notice_that_the_link_is_gone(monkeypat
         assert server.stdout.readline() == "both\n"
         for pipe in (waiting, sending):
             pipe.give_up_link(0.1)
-        programs.run([programs.find("ip", network.IPROUTE), "link", "set", f"{bed.name}-0", "down"], "")
+        bed.unplug(0)
         threads = [
             run("waiting", lambda: waiting.receive(memoryview(bytearray(1)))),
             run("sending", lambda: sending.send([bytes(1 << 16)])),
