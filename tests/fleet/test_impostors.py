@@ -9,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from potluck.errors import ConfigError, WorkerLost
+from potluck.engine.start import connect
+from potluck.environment import RETURNING
+from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet import host_connector
 from potluck.fleet.client import Client
 from potluck.fleet.holder import ConnectionLost
 from potluck.fleet.invite import Identity, Invite
 from potluck.wire.codec import encode
 from potluck.wire.messages import Welcome
-from tests.fleet.fleet import start_coordinator, wait_until
+from tests.fleet.fleet import PATIENCE_S, start_coordinator, wait_until
 from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -212,6 +215,40 @@ def test_a_worker_that_was_away_waits_for_its_host_as_one_that_was_not(
         gone = helper(replace(invite, port=port), said)
         gone.return_to(30.0)
         gone.connect()
+
+
+@pytest.mark.parametrize("was_in", [True, False])
+def test_a_worker_of_a_machine_that_was_away_is_told_so_by_its_joiner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_in: bool
+) -> None:
+    """Its host is away when it comes back. One whose machine was never in waits for nobody."""
+    monkeypatch.setattr(host_connector, "NOBODY_S", -1)
+    process, invite = start_coordinator(tmp_path, encrypted=True)
+    process.kill()
+    process.join()
+    kept = tmp_path / "patience"
+    if was_in:
+        kept.write_text("12.0")
+    monkeypatch.setenv(RETURNING, str(kept))
+    found: list[Client | PotluckError] = []
+
+    def begin() -> None:
+        try:
+            found.append(connect(invite, torch.device("cpu"), 1, is_first=True))
+        except PotluckError as error:
+            found.append(error)
+
+    joining = threading.Thread(target=begin, daemon=True)
+    joining.start()
+    if not was_in:
+        joining.join(20)
+        assert isinstance(found[0], ConfigError) and "Nobody listens" in str(found[0])
+        return
+    start_coordinator(tmp_path, port=invite.port, encrypted=True)
+    joining.join(20)
+    assert isinstance(found[0], Client) and found[0].welcome is not None
+    found[0].close()
+    assert float(kept.read_text()) == PATIENCE_S, "what its host has now, for the next time"
 
 
 def test_a_worker_gives_up_in_the_end_where_an_impostor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
