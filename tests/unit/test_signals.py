@@ -1,6 +1,7 @@
 """Signals that a machine's processes get, several times and early: one request is one, and the next is another."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -112,3 +113,16 @@ def test_what_is_sent_while_a_program_starts_comes_once_it_can_answer() -> None:
     child.send_signal(signal.SIGTERM)
     assert child.communicate(timeout=60) == ("heard\n", None) and child.returncode == 0
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_tests_that_a_shell_has_started_in_the_background_have_the_usual_signals() -> None:
+    """A shell without job control has them ignore Ctrl-C, and what they start would inherit that: `make test &`."""
+    ask = (
+        "import signal, subprocess, sys; import tests.conftest;"
+        " told = 'import signal; print(signal.getsignal(signal.SIGINT).__name__, signal.getsignal(signal.SIGQUIT))';"
+        " subprocess.run([sys.executable, '-c', told])"
+    )
+    command = f"trap '' INT QUIT; exec {shlex.quote(sys.executable)} -c {shlex.quote(ask)}"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"default_int_handler {signal.SIG_DFL}\n", done.stderr
