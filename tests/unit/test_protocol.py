@@ -6,18 +6,10 @@ from typing import get_args
 
 import pytest
 
+from potluck import CommunicationProtocol, DataStore, Direct, Pipeline, Stages, from_json, to_json
 from potluck.config import from_dict
 from potluck.errors import ConfigError
-from potluck.stages.protocol import (
-    CommunicationProtocol,
-    DataStore,
-    Direct,
-    Pipeline,
-    Schedule,
-    Stages,
-    from_json,
-    to_json,
-)
+from potluck.stages.protocol import Schedule
 
 
 @pytest.mark.parametrize(
