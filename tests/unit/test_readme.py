@@ -179,3 +179,15 @@ def test_the_lines_that_a_port_takes_are_counted(tmp_path: Path) -> None:
         compare = ["git", "diff", "--no-index", "--numstat", str(tmp_path / "plain"), str(tmp_path / name)]
         found = subprocess.run(compare, capture_output=True, text=True, check=False).stdout
         assert found.split()[:2] == counts, f"{name}: {found}"
+
+
+def test_what_is_promised_is_said_with_its_limit() -> None:
+    """A number with the most that is possible, the same bits with what was tested, a kill with a pulled plug."""
+    beginning, *_ = README.read_text(encoding="utf-8").split("\n## ")
+    assert "**under Sync** you get the numbers a single machine" in beginning and "[Auto](#what-it-costs)" in beginning
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    assert "1.97 times larger, of 2.0 possible" in text and "[three lines at most]" in text
+    assert "in fp32, and in bf16 with attention under `torch.use_deterministic_algorithms`" in text
+    rows = (ROOT / "docs" / "measured.md").read_text(encoding="utf-8").splitlines()
+    (killed,) = [number for number, row in enumerate(rows) if "kill -9 of a worker" in row]
+    assert rows[killed + 1].startswith("| the same after a pulled plug")
