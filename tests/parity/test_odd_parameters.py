@@ -455,6 +455,37 @@ def test_what_functional_call_puts_there_is_there_when_a_block_is_computed_again
         torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
 
 
+class Given(nn.Module):
+    """Its first block runs with parameters of the model's own, as one does whose weights a net makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = usual()
+        self.weight = nn.Parameter(torch.eye(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        inner, (block, other) = self.inner, self.inner.blocks
+        return inner.out(other(torch.func.functional_call(block, {"linear.weight": self.weight}, (inner.inp(x),))))
+
+
+def refused(build: Callable[[], nn.Module], strategy: Any) -> str:
+    try:
+        split(build, mean_square, strategy)
+    except ConfigError as refusal:
+        return str(refusal)
+    return "nothing"
+
+
+@pytest.mark.parametrize("build", [Given, Called])
+@pytest.mark.parametrize("kind", first_of(["full", "weights"]))
+def test_a_functional_call_in_a_forward_of_split_parameters_is_a_sentence(
+    kind: str, build: Callable[[], nn.Module]
+) -> None:
+    """What it puts there would be written over by those that are gathered."""
+    for said in run_ranks(2, refused, build, STRATEGIES[kind][1]):
+        assert said.startswith("inner.blocks.0.linear.weight ") and "NoShard" in said, said
+
+
 def test_a_part_of_a_split_tensor_in_a_loops_own_state_is_a_sentence() -> None:
     (said,) = run_ranks(1, kept_part)
     assert said.startswith("fleet.state/average is a part of a tensor that is split over ranks. Keep whole tensors")
