@@ -212,6 +212,7 @@ def test_trained_parameters_that_no_optimizer_holds_count_in_the_norm_under_ever
         ShardGradOp(keep_gradients=True),
         FullShard(),
         FullShard(weights=(3.0, 1.0)),
+        HybridShard(intra_node_size=2),
     ]
     for found, weights in run_ranks(2, in_part, strategies)[0]:
         assert found == pytest.approx(norms, rel=1e-12)
