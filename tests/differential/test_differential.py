@@ -8,6 +8,7 @@ import math
 import os
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,10 @@ def test_odd_cases_are_repeated_by_their_lines_and_have_all_that_is_odd() -> Non
     assert {case.scheduler for case in drawn} >= {*optimizers.SCHEDULERS, *optimizers.ODD_SCHEDULERS}
     assert {case.data for case in drawn} == {"", *data.KINDS}
     assert {leg.slow.split("/")[1] for case in drawn for leg in case.legs if leg.slow} == set(odd_cases.PLACES)
+    switches = Counter(word for case in drawn for leg in case.legs for word in leg.switches.split(", "))
+    for word in ("compile=True", "precision='bf16'", "precision='fp16'", "offload_optimizer=True"):
+        assert switches[word] > 10, "in an hour there are no more cases than here"
+    assert {leg.policy.partition("(")[0] for case in drawn for leg in case.legs} == {"Sync", "Cadence", "Async", "Auto"}
     assert words >= set(models.ADAPTED) or not models.HAS_PEFT
     hosts = {(leg.policy.partition("(")[0], "bf16" in leg.switches) for case in drawn if case.host for leg in case.legs}
     assert hosts == {("Sync", False), ("Sync", True), ("Cadence", False), ("Auto", False)}
