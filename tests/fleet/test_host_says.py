@@ -2,13 +2,14 @@
 
 import math
 import socket
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from potluck.events import read_events
+from potluck.events import Event, Noticed, read_events
 from potluck.fleet.client import Client
 from potluck.fleet.effects import Finish, StepRecord
 from potluck.launch.host import _Host
@@ -78,3 +79,36 @@ def test_a_run_whose_last_steps_had_no_loss_ends_well(tmp_path: Path, capfd: pyt
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     ended = [record for record in read_events(tmp_path / "events.jsonl") if record["event"] == "run_ended"]
     assert math.isnan(ended[0]["loss"]) and ended[0]["step"] == 3
+
+
+class HungFile:
+    """Events written to a file system that answers nobody."""
+
+    made: "HungFile"
+
+    def __init__(self, path: Path) -> None:
+        self.answers, self.heard = threading.Event(), list[Event]()
+        HungFile.made = self
+        path.touch()
+
+    def __call__(self, event: Event, at: float = 0.0) -> None:
+        self.answers.wait()
+        self.heard.append(event)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_file_of_events_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events are emitted within the coordinator's lock."""
+    monkeypatch.setattr("potluck.launch.host.EventFile", HungFile)
+    told = [Noticed(sentence=f"number {number}") for number in range(3)]
+    with ExitStack() as stack:
+        host = _Host(order_of(tmp_path, insecure=True), stack)
+        emitting = threading.Thread(target=lambda: [host.events.emit(event) for event in told], daemon=True)
+        emitting.start()
+        emitting.join(20)
+        is_held, heard = emitting.is_alive(), list(HungFile.made.heard)
+        HungFile.made.answers.set()
+        assert not is_held and not heard
+    assert [event for event in HungFile.made.heard if event in told] == told
