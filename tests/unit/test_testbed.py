@@ -199,6 +199,8 @@ def test_missing_rights_are_one_sentence_that_says_what_to_do(
         assert str(lacks([machine])).startswith(f"The program `{lack}` is not installed here: install ")
     with testbed.Testbed([Machine()]) as bed, pytest.raises(testbed.TestbedError, match="give at least one"):
         bed.set_cpu(0, 0.5)
+    with testbed.Testbed([Machine()]) as bed, pytest.raises(testbed.TestbedError, match="make it with network=True"):
+        bed.unplug(0)
     assert capfd.readouterr() == ("", "")
 
 
