@@ -105,7 +105,7 @@ class Learner:
         import potluck
         from potluck.train.model import GPT, ModelConfig, next_token_loss
 
-        fleet = potluck.init()
+        fleet = potluck.init("sync")  # Auto might take a window of seconds after a pause, as if that went on
         torch.manual_seed(1)
         model: Any = GPT(ModelConfig(dim=128, layers=4, heads=4, context=128))
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
