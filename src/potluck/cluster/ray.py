@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from potluck.cluster.options import UpOptions, joining_settings, resumes
+from potluck.cluster.options import UpOptions, resumes
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import NodeResources, plan_early
 from potluck.cluster.reaching import connect, lead_gloo_to, reach
@@ -81,8 +81,9 @@ def _lead(options: UpOptions) -> int:
         address = ray.util.get_node_ip_address()
         args = options.host_args(folder, WorkersConfig(count=1), local=0, address=address)
         script = [str(Path(options.what).absolute()), *options.arguments] if options.is_script else []
-        settings = joining_settings(args)
-        return host(with_base(args), lambda invite: actors.follow(invite.line(), script, settings, options.patience_s))
+        return host(
+            with_base(args), lambda invite: actors.follow(invite.line(), script, args.settings, options.patience_s)
+        )
 
 
 class WorkerActor:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from potluck.cluster.meeting import Meeting, Reply
-from potluck.cluster.options import UpOptions, joining_settings, resumes
+from potluck.cluster.options import UpOptions, resumes
 from potluck.cluster.place import JobPlace, find
 from potluck.cluster.plan import Decision, own_resources, plan, plan_early
 from potluck.cluster.reaching import lead_gloo_to, reach
@@ -170,8 +170,7 @@ class _Task:
         if self.place.scheduler == "SLURM":
             self._watch_first_node(invite)
         args = self.options.host_args(self.folder, config, local=0, address=invite.host)
-        script = list(args.command) if self.options.is_script else []
-        return join(str(meeting.invite), script, config, joining_settings(args))
+        return join(str(meeting.invite), list(args.script), config, args.settings)
 
     def _tell_if_unreachable(self, reply: Reply) -> None:
         """Say so, in a thread, if the first node cannot be reached: beside the workers, which are loading torch."""

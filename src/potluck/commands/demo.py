@@ -3,7 +3,6 @@
 Both runs are launched like any other recipe's, and what is shown in the end is read from their events.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +10,6 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from potluck.config import to_dict
 from potluck.errors import ConfigError
 from potluck.files import first_free
 from potluck.launch.options import Data, Out, Page, Settings, Workers
@@ -106,7 +104,7 @@ def _train(config: WorkersConfig, settings: tuple[str, ...], folder: Path, *, is
         slow_worker=config.count - 1,
         summary="paragraph" if is_last else "none",
     )
-    return launch(["--recipe", json.dumps(to_dict(args))], config)
+    return launch(args.command(), config)
 
 
 def find_folders(out: str | None) -> dict[str, Path]:

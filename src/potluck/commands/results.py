@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from potluck.config import parse_toml
 from potluck.errors import ConfigError
 from potluck.finetune.settings import is_finetune
 from potluck.hub.card import Pushed, model_card, without_paths
 from potluck.hub.upload import client, mark, upload
 from potluck.launch.options import option
 from potluck.save.checkpoint_folder import found
+from potluck.train.arguments import recipe_of
 
 
 @dataclass
@@ -99,7 +99,7 @@ def _recipe_of(run: Path) -> dict[str, Any]:
         )
     if not found(run / "checkpoints"):
         raise ConfigError(f"There is no checkpoint in {run}, so there is nothing to push yet.")
-    return parse_toml((run / "run.toml").read_text(encoding="utf-8"), source=str(run / "run.toml"))
+    return recipe_of(run)
 
 
 def write_for_hub(run: Path, recipe: dict[str, Any], out: Path, repo: str) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from potluck.config import from_toml
+from potluck.config import from_dict
 from potluck.errors import ConfigError
 from potluck.finetune.base import adapter_settings, known_labels, load_base, model_class, settings_of, shape_of
 from potluck.finetune.base_files import find_base, shown
@@ -24,6 +24,7 @@ from potluck.finetune.records import TextRecord, read_records
 from potluck.finetune.rows import names_of
 from potluck.save.checkpoint_folder import found
 from potluck.save.export import write_plain
+from potluck.train.arguments import recipe_of
 
 ADAPTER, MODEL = "adapter", "model"
 WITHIN, SAVED = "base_model.model.", ".modules_to_save."
@@ -31,7 +32,7 @@ WITHIN, SAVED = "base_model.model.", ".modules_to_save."
 
 
 def config_of(run: Path) -> FinetuneConfig:
-    return from_toml(FinetuneConfig, (run / "run.toml").read_text(encoding="utf-8"), source=str(run / "run.toml"))
+    return from_dict(FinetuneConfig, recipe_of(run))
 
 
 def write_result(run: Path, config: FinetuneConfig) -> Path:

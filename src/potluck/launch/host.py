@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from potluck.agree.terms import differing_settings
-from potluck.config import parse_toml
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted, JournalError
 from potluck.event_queue import Outlet
@@ -56,6 +55,7 @@ from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
 from potluck.signals import Interrupts
 from potluck.trackers.reporter import Tracking
+from potluck.train.arguments import joining_command
 from potluck.waiting import wait_until
 from potluck.words import duration, plural, say, shown_arguments
 
@@ -77,10 +77,9 @@ def host(args: HostArgs, hand_over: Callable[[Invite], object] | None = None) ->
 
 def with_base(args: HostArgs) -> HostArgs:
     """A host that fine-tunes has the model for those who lack it, if it has it itself."""
-    table = parse_toml(args.recipe, source="the recipe")
-    if not is_finetune(table):
+    if not is_finetune(args.table):
         return args
-    name = str(table.get("model", {}).get("hf", ""))
+    name = str(args.table.get("model", {}).get("hf", ""))
     try:
         return replace(args, base=find_base(name, may_download=args.options.workers > 0, tells=True))
     except ConfigError as error:
@@ -121,7 +120,7 @@ class _Host:
         self._stack = stack
         self.server = self._serve()
         stack.callback(self.server.stop)
-        if args.recipe:  # only now: a host that was refused must not change what the folder says
+        if args.table:  # only now: a host that was refused must not change what the folder says
             self._write("run.toml", args.recipe, 0o666)
         self._event_file = EventFile(self.folder / EVENTS)
         self._file = Outlet(
@@ -144,7 +143,9 @@ class _Host:
         if hand_over is not None:
             hand_over(invite)
         here = self.options.host if self.options.host not in ("0.0.0.0", "::") else "127.0.0.1"
-        pool = WorkerPool(list(args.command), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"})
+        pool = WorkerPool(
+            joining_command(args.script, args.settings), args.workers, {INVITE: self._invite(here).line(), QUIET: "1"}
+        )
         self._stack.callback(pool.close)
         pool.start([f"{LOCAL}{number}" for number in range(args.options.workers)])
         with self.interrupts.handled():
@@ -295,7 +296,7 @@ class _Host:
             return
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
         print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
-        print(f"  potluck join {invite.line()}{'' if self.args.recipe else ' SCRIPT'}", flush=True)
+        print(f"  potluck join {invite.line()}{'' if self.args.table else ' SCRIPT'}", flush=True)
         print(f"  {path}", flush=True)
         if is_loopback(invite.host):
             print("Other machines can join a host that is started with --host 0.0.0.0.", flush=True)
@@ -335,7 +336,7 @@ class _Host:
 
     def _arguments(self) -> dict[str, str]:
         """Return the script and its arguments; of a recipe, run.toml says more."""
-        return {} if self.args.recipe else {"arguments": shown_arguments(self.args.command)}
+        return {} if self.args.table else {"arguments": shown_arguments(self.args.script)}
 
     def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """Say which settings are not as they were when the host was stopped: that is allowed."""
@@ -445,7 +446,7 @@ class _Host:
         if fault:  # what is saved is older than what was trained
             self._say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
-            what = f"{self.folder}/run.toml" if self.args.recipe else self.args.command[0]
+            what = f"{self.folder}/run.toml" if self.args.table else self.args.script[0]
             again = f" Continue with: potluck host {what} --out {self.folder} --resume" if saved else ""
             self._say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
@@ -459,7 +460,7 @@ class _Host:
             if step:
                 curve = draw_losses(self.folder / EVENTS, self.folder / "loss.png")
                 self._print(f"  loss curve   {curve}")
-        table = parse_toml(self.args.recipe, source="the recipe")
+        table = self.args.table
         if is_finetune(table) or table.get("data", {}).get("tokenizer") == "bpe":
             # A process of its own, which may load torch and more, writes what the run has come to.
             out = None if self.terminal.drain(STILL_S) else subprocess.DEVNULL  # it would stand still as we do

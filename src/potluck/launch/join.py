@@ -30,7 +30,7 @@ from potluck.launch.notices import Notice, NoticeWatch
 from potluck.launch.processes import WorkerPool
 from potluck.signals import Interrupts, handling, held_back
 from potluck.system import HAS_GROUPS
-from potluck.train.arguments import FILES_ASKED, WorkersConfig, as_settings
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, as_settings, joining_command
 from potluck.waiting import POLL_S
 from potluck.words import say
 
@@ -81,7 +81,7 @@ def join(
     with controlled(name, f"{host_invite.host} port {host_invite.port}") as control:
         session = JoinSession(config, terms, control, names)
         while True:
-            command = script or ["--join", json.dumps(list(settings))]
+            command = joining_command(script, settings)
             code, asked = _take_part(session, command, host_invite.line(), is_quiet=config.count > 1)
             if not asked or not _says_yes(asked):
                 return code
