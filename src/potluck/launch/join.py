@@ -65,15 +65,11 @@ def join(
     fetches_base: bool = False,
 ) -> int:
     """`fetches_base`: the model that is fine-tuned comes from the host, if it is not here yet."""
-    host_invite = read_invite(None if invite == HIDDEN else invite)
     if script and script[0].startswith("-"):
         raise ConfigError(f"Options come before the invite: potluck join {script[0]} ... INVITE.")
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"There is no script {script[0]}.")
-    host_invite.check_has_pin()
-    if HAS_GROUPS and invite != HIDDEN and invite != "-" and not Path(invite).is_file():
-        # Where programs cannot be replaced, arguments are the user's own to read.
-        hide_invite(host_invite.line(), invite)
+    host_invite = take_invite(invite)
     if fetches_base:
         settings = (*settings, *as_settings({"model.hf": str(_fetched(host_invite))}))
     name = f"{platform.node()}-{os.getpid()}"
@@ -135,12 +131,20 @@ HIDDEN = "@"
 """Stands for an invite that has moved to the environment."""
 
 
-def hide_invite(line: str, argument: str) -> None:
-    """Starts this command again without the secret among its arguments, which every user of the machine can read."""
-    os.environ[INVITE] = line
-    arguments = [HIDDEN if word == argument else word for word in sys.argv[1:]]
-    with held_back():
-        os.execv(sys.executable, [sys.executable, "-m", "potluck.cli", *arguments])
+def take_invite(argument: str) -> Invite:
+    """Read the invite that this command was given: the line itself, its file, or - for standard input.
+
+    With the line among its arguments, which every user of the machine can read, the command is started again without.
+    """
+    invite = read_invite(None if argument == HIDDEN else argument)
+    invite.check_has_pin()
+    # Where programs cannot be replaced, arguments are the user's own to read.
+    if HAS_GROUPS and "://" in argument and argument in sys.argv:
+        os.environ[INVITE] = invite.line()
+        arguments = [HIDDEN if word == argument else word for word in sys.argv[1:]]
+        with held_back():  # a Ctrl-C between the two programs would end the new one before it can answer
+            os.execv(sys.executable, [sys.executable, "-m", "potluck.cli", *arguments])
+    return invite
 
 
 class JoinSession:
