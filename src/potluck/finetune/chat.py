@@ -10,7 +10,7 @@ from potluck.devices import choose_device
 from potluck.errors import ConfigError
 from potluck.finetune.encoding import Encoder
 from potluck.finetune.recipe import FinetuneConfig, telling
-from potluck.finetune.result import load_result
+from potluck.finetune.result import classifies, load_result, write_result
 from potluck.finetune.settings import is_finetune
 from potluck.finetune.talking import answer, classify
 from potluck.train.arguments import recipe_of
@@ -24,7 +24,7 @@ def chat(run: Path, *, temperature: float, length: int) -> int:
     with telling(True, "Loading the model"):
         model, tokenizer = load_result(run, config, choose_device())
     say_more = _out if sys.stdout.isatty() else lambda text: None
-    if not hasattr(model, "generate") or _classifies(model):
+    if classifies(write_result(run, config)):
         say_more(f"Type a text, and the model names its label. {HELP}\n")
         for line in _lines():
             name, chance = classify(model, tokenizer, line)
@@ -88,12 +88,6 @@ def _lines() -> Iterator[str]:
 
 def _out(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _classifies(model: Any) -> bool:
-    return type(getattr(model, "base_model", model)).__name__.endswith("Classification") or any(
-        type(part).__name__.endswith("ForSequenceClassification") for part in model.modules()
-    )
 
 
 def _config_of(run: Path) -> FinetuneConfig:

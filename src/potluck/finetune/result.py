@@ -15,6 +15,7 @@ from torch import nn
 
 from potluck.config import from_dict
 from potluck.errors import ConfigError
+from potluck.files import read_table
 from potluck.finetune.base import adapter_settings, known_labels, load_base, model_class, settings_of, shape_of
 from potluck.finetune.base_files import find_base, shown
 from potluck.finetune.encoding import give_template, load_tokenizer
@@ -29,6 +30,7 @@ from potluck.train.arguments import recipe_of
 ADAPTER, MODEL = "adapter", "model"
 WITHIN, SAVED = "base_model.model.", ".modules_to_save."
 """Parts of peft's names: before those of the base, and after those of layers that are trained whole."""
+MOST_CONFIG_BYTES = 16 << 20
 
 
 def config_of(run: Path) -> FinetuneConfig:
@@ -110,17 +112,28 @@ def labels_of(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor]
     return names_of((record.fields["label"] for record in read_records(config.data)), known_labels(base))
 
 
+def classifies(result: Path) -> bool:
+    """Whether the model in this folder classifies."""
+    config = result / "config.json"
+    if (result / "adapter_config.json").is_file():  # beside an adapter there is a config only where it does
+        return config.is_file()
+    told = read_table(config, MOST_CONFIG_BYTES)
+    return any(str(name).endswith("SequenceClassification") for name in told.get("architectures") or [])
+
+
 def load_result(run: Path, config: FinetuneConfig, device: torch.device) -> tuple[Any, Any]:
     """The fine-tuned model and its tokenizer, ready to be asked."""
     folder = write_result(run, config)
     tokenizer = load_tokenizer(folder)
-    about: Any = settings_of(folder) if (folder / "config.json").is_file() else None
     if config.lora is None:
-        kind = model_class(classifies=about.architectures[0].endswith("Classification"))
+        kind = model_class(classifies=classifies(folder))
         with shown(folder, weights=True) as place:
             model = kind.from_pretrained(str(place), use_safetensors=True, **SAFELY)
         return model.to(device).eval(), tokenizer
-    labels = [about.id2label[number] for number in sorted(about.id2label)] if about is not None else None
+    labels = None
+    if classifies(folder):
+        names = settings_of(folder).id2label
+        labels = [names[number] for number in sorted(names)]
     base, _ = load_base(find_base(config.model.hf), config.model, device, labels=labels, is_frozen=True)
     own: Any = base.config
     if own.pad_token_id is None:
