@@ -24,7 +24,7 @@ from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, Interrupted, PotluckError, WorkerLost
 from potluck.files import write_whole
 from potluck.fleet.invite import read_invite
-from potluck.launch.host import host, with_base
+from potluck.launch.host import host
 from potluck.launch.join import join
 from potluck.launch.processes import RankSpan, free_port, launch
 from potluck.save.run_folder import make_run_folder
@@ -81,9 +81,7 @@ def _lead(options: UpOptions) -> int:
         address = ray.util.get_node_ip_address()
         args = options.host_args(folder, WorkersConfig(count=1), local=0, address=address)
         script = [str(Path(options.what).absolute()), *options.arguments] if options.is_script else []
-        return host(
-            with_base(args), lambda invite: actors.follow(invite.line(), script, args.settings, options.patience_s)
-        )
+        return host(args, lambda invite: actors.follow(invite.line(), script, args.settings, options.patience_s))
 
 
 class WorkerActor:

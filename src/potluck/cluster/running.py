@@ -23,7 +23,7 @@ from potluck.cluster.reaching import lead_gloo_to, reach
 from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.invite import Invite, reachable, read_invite
-from potluck.launch.host import host, with_base
+from potluck.launch.host import host
 from potluck.launch.join import join
 from potluck.launch.processes import RankSpan, free_port, launch
 from potluck.save.run_folder import holds_run, make_run_folder
@@ -108,7 +108,7 @@ class _Task:
             return self._lead_group(meeting, resume)
         config = self.options.workers_config(max(1, self.workers), self.resources, self.place.local_tasks)
         args = self.options.host_args(self.folder, config, local=self.workers, address=self._address())
-        return host(with_base(args), meeting.hand_over)
+        return host(args, meeting.hand_over)
 
     def _turn_away(self, meeting: Meeting) -> None:
         """Tell all who wait for an answer that the run is over, so that they need not wait any longer."""

@@ -23,9 +23,9 @@ class Host(HostOptions):
     """
 
     def __call__(self) -> int:
-        from potluck.launch.host import host, with_base
+        from potluck.launch.host import host
 
-        return host(with_base(host_args(self)))
+        return host(host_args(self))
 
 
 @dataclass

@@ -88,7 +88,7 @@ def _show_sample(console: Console, run: Path, config: FinetuneConfig, *, classif
     record, title = asked
     device = choose_device()
     before = None
-    if config.lora is None and record.form != "label":
+    if config.lora is None and not classifies:
         before = _before(config, record, device)
     model, tokenizer = load_result(run, config, device)
     if classifies:

@@ -72,10 +72,10 @@ STILL_S = 20.0
 def host(args: HostArgs, hand_over: Callable[[Invite], object] | None = None) -> int:
     """`hand_over`: gets the invite as soon as the host listens, in place of the terminal."""
     with ExitStack() as stack:
-        return _Host(args, stack).run(hand_over)
+        return _Host(_with_base(args), stack).run(hand_over)
 
 
-def with_base(args: HostArgs) -> HostArgs:
+def _with_base(args: HostArgs) -> HostArgs:
     """A host that fine-tunes has the model for those who lack it, if it has it itself."""
     if not is_finetune(args.table):
         return args
