@@ -241,7 +241,7 @@ class RayActors:
     def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # before slots are left: it would fill them again
         for slot in self.slots.values():
             self._leave(slot)
 

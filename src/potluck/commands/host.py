@@ -49,6 +49,7 @@ class MakeInvite:
             Invite(self.address, self.port, "", None)
         except ConfigError:
             raise ConfigError("--address is a plain name or an IP address, and --port lies in 1 to 65535.") from None
+        # The identity first: an invite names its certificate, and nothing else could answer to it.
         identity = Identity.load_or_make(folder)
         invite = identity.invite(self.address, self.port, encrypted=True)
         try:

@@ -54,6 +54,8 @@ def write_result(run: Path, config: FinetuneConfig) -> Path:
             plain, aside = Path(place) / "plain.safetensors", Path(place) / out.name
             write_plain(checkpoints[0], plain)
             _save(config, base, load_file(plain), aside)
+            # The mark comes last and moves with the rest: a folder that has it is whole. After a kill between the last
+            # two lines there is none, and the next look writes it again.
             (aside / "checkpoint").write_text(checkpoints[0].name + "\n", encoding="utf-8")
             if out.exists():
                 shutil.rmtree(out)

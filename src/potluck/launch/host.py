@@ -66,7 +66,10 @@ NOW_S = 1.0
 MOST_SHOWN, MOST_WRITTEN = 4096, 65_536
 """Records that wait for a terminal which is stopped, or for a disk, before the oldest are left out."""
 STILL_S = 20.0
-"""How long a host that has ended waits for a terminal, or a disk, that takes nothing."""
+"""How long a host that has ended waits for a terminal, or a disk, that takes nothing: one that was stopped by Ctrl-S
+would keep it for ever."""
+LEAVE_S = 5.0
+"""How long a host's own workers have to exit: ended at once, they would lose what they print and write at their end."""
 
 
 def host(args: HostArgs, hand_over: Callable[[Invite], object] | None = None) -> int:
@@ -137,6 +140,7 @@ class _Host:
         invited = self._invited()
         address = self.options.address or (invited.host if invited else reachable(self.options.host))
         invite = self._invite(address)
+        # The invite first: with a disk that cannot take it the host ends here, before anybody has joined.
         self._show(invite, to_terminal=hand_over is None)
         self.server.start()
         page = self._start_page()
@@ -154,7 +158,7 @@ class _Host:
         if page is not None:
             page.end()
         self.server.stop()
-        wait_until(lambda: not pool.is_alive, 5.0)
+        wait_until(lambda: not pool.is_alive, LEAVE_S)
         return self._summarize(finish)
 
     def _watch(self, pool: WorkerPool) -> Finish:
@@ -243,7 +247,9 @@ class _Host:
             before = described.training
             server.on_completed = lambda completed: self._tell_of_changes(before, completed.training)
             self._on_described(described)
-        journal.keep("port", str(server.port))
+        journal.keep(
+            "port", str(server.port)
+        )  # once it is ours: workers of a host that failed to bind would look there
         return server
 
     def _invite(self, address: str) -> Invite:
@@ -415,6 +421,7 @@ class _Host:
             validation_loss=self.validation.loss if self.validation is not None else None,
             skipped=self.skipped,
         )
+        # Before the end is told: a host that is started again after that must not wait for workers that have left.
         try:
             self.journal.keep("workers", "0")
         except ConfigError as error:  # a full disk, say: the last words must be heard all the same

@@ -177,7 +177,7 @@ class JoinSession:
             while True:
                 if not self._await_turn():
                     return Interrupted.exit_code
-                why.unlink(missing_ok=True)
+                why.unlink(missing_ok=True)  # of the time before: Ctrl-C in a worker would be told as that
                 if self._was_away and not kept.exists():  # none of ours was in yet
                     kept.write_text(str(USUAL_PATIENCE_S), encoding="utf-8")
                 code = self._work(WorkerPool(command, self._config, environment), why)
@@ -265,6 +265,6 @@ class JoinSession:
         """`pool`: none if it was asked already. Asked twice, a worker ends at once."""
         say(sentence)
         self._control.tell("leaving", sentence)
-        why.write_text(reason, encoding="utf-8")
+        why.write_text(reason, encoding="utf-8")  # before the signal, upon which workers read it
         if pool is not None:
             pool.interrupt()

@@ -30,7 +30,8 @@ from potluck.waiting import POLL_S, wait_until
 from potluck.words import plural, say, size
 
 GRACE_S = 3.0
-"""How long the others have to end by themselves, once one has failed, before they are ended."""
+"""How long the others have to end by themselves, once one has failed, before they are ended: within a collective they
+would wait for it as long as for a slow one."""
 WORKER_BYTES = 100_000_000
 """Memory that a worker has for itself when it has loaded torch, at the least."""
 
@@ -253,7 +254,8 @@ def pass_on(number: int, workers: Iterable[Worker]) -> None:
 
 
 def end_workers(team: list[Worker], first: signal.Signals) -> None:
-    """Ends what still runs: with the given signal, and after a second with SIGKILL."""
+    """Ends what still runs: with the given signal, and after a second with SIGKILL, which a worker that is stopped, or
+    whose script ignores signals, cannot outlive."""
     for worker in team:
         worker.signal(first)
     wait_until(lambda: not any(worker.is_alive for worker in team), 1.0)
@@ -261,7 +263,7 @@ def end_workers(team: list[Worker], first: signal.Signals) -> None:
         worker.signal(KILL)
         worker.process.wait()
         if worker.forwarder is not None:
-            worker.forwarder.join(timeout=1.0)
+            worker.forwarder.join(timeout=1.0)  # a process that the script left behind may hold its pipe open
 
 
 def check_room(workers: int) -> None:
@@ -356,6 +358,7 @@ class WorkerPool(StartedWorkers):
         first = number * ranks
         group = group_environment(ranks, team.request.place.with_suffix(".rendezvous"))
         group["LOCAL_WORLD_SIZE"] = str(ranks * len(self._teams))
+        # The first is told last: it would wait in the rendezvous for one that could not be started.
         for rank in range(1, ranks):
             team.ranks.append(self.start_rank(rank, team.environment | group, first=first, of=f"{number}."))
         team.request.answer(group | {"RANK": "0", "LOCAL_RANK": str(first)})
