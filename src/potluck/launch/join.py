@@ -152,8 +152,7 @@ class JoinSession:
         self._config = config
         self._control = control
         self._names = names
-        self._watch = terms.watch
-        self._hours = terms.hours
+        self._terms = terms
         self._yielding: YieldWatch | None = None
         if terms.yields:
             self._yielding = YieldWatch(find_use(config.count * (config.ranks or 1), os.cpu_count() or usable_cores()))
@@ -170,10 +169,10 @@ class JoinSession:
         environment = environment | {LEAVING: str(why), RETURNING: str(kept)}
         with ExitStack() as stack:
             stack.enter_context(self._interrupts.handled())
-            if self._watch != "off" and NOTICE_SIGNAL is not None:
+            if self._terms.watch != "off" and NOTICE_SIGNAL is not None:
                 stack.enter_context(handling((NOTICE_SIGNAL,), self._on_notice_signal))
                 environment[IGNORED] = f"{os.environ.get(IGNORED, '')} {signal.Signals(NOTICE_SIGNAL).name}"
-            self._notices = stack.enter_context(closing(NoticeWatch(self._watch, say)))
+            self._notices = stack.enter_context(closing(NoticeWatch(self._terms.watch, say)))
             while True:
                 if not self._await_turn():
                     return Interrupted.exit_code
@@ -214,7 +213,7 @@ class JoinSession:
     def _find_absence(self, ours: Callable[[], Collection[int]]) -> Absence | None:
         """`ours`: our processes that compute, asked for only where others' use is measured."""
         use = self._yielding.look(time.monotonic(), ours) if self._yielding is not None else None
-        return decide_absence(self._control.wish(), self._hours, use, time.time())
+        return decide_absence(self._control.wish(), self._terms.hours, use, time.time())
 
     def _await_turn(self) -> bool:
         """Wait until nothing speaks against working. Returns whether that came."""

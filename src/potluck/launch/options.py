@@ -118,7 +118,7 @@ class HostArgs:
     script: tuple[str, ...]
     """The script and its arguments; empty where a recipe is trained."""
     settings: tuple[str, ...]
-    """What workers on this machine read from this command line, and not from what comes over the connection."""
+    """Settings that workers on this machine take from this command line, and not from the connection."""
     workers: WorkersConfig
     resume: bool
     track: tuple[str, ...]

@@ -38,7 +38,7 @@ SLOWED = 3.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     name: Literal["adamw", "sgd"] = "adamw"
-    """Which optimizer it is."""
+    """The optimizer's name."""
     lr: float = 3e-4
     """The peak of the schedule."""
     weight_decay: float = 0.1
