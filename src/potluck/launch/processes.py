@@ -300,8 +300,11 @@ class Team:
         return any(rank.is_alive for rank in self.ranks)
 
     def end_with_its_first(self, now: float) -> None:
-        """End the other ranks once one has failed, if they do not end by themselves."""
-        if all(rank.is_alive or rank.code == 0 for rank in self.ranks):
+        """End the other ranks once one has failed, if they do not end by themselves.
+
+        One that was asked to leave has not failed: the first may still be handing over what this worker holds.
+        """
+        if all(rank.is_alive or rank.code in (0, Interrupted.exit_code) for rank in self.ranks):
             return
         self.failed_at = self.failed_at or now
         if now - self.failed_at > GRACE_S:
