@@ -35,7 +35,7 @@ class UpOptions:
     """Port of the first node; 0: any that is free."""
     address: Annotated[str | None, option("NAME", default="its name")] = None
     """How others reach the first node."""
-    patience_s: Annotated[float, option("SECONDS", name="patience")] = 30.0
+    patience_s: Annotated[float, option("SECONDS", name="patience")] = HostOptions.patience_s
     """How long a node may be silent, or out of reach."""
     at_least: Annotated[int, option("N")] = 1
     """Workers that a host waits for at first."""

@@ -27,6 +27,7 @@ from potluck.fleet.invite import INVITE, Invite, read_invite
 from potluck.launch.absence import Absence, Hours, YieldWatch, decide_absence, family, find_use
 from potluck.launch.control import Joiner, controlled
 from potluck.launch.notices import Notice, NoticeWatch
+from potluck.launch.options import HostOptions
 from potluck.launch.processes import WorkerPool
 from potluck.signals import Interrupts, handling, held_back
 from potluck.system import HAS_GROUPS
@@ -40,8 +41,6 @@ MARGIN_S = 2.0
 """Seconds that are left before the end of a notice: a host that loses a machine without a word waits for it in vain."""
 LOOK_S = 0.25
 """How often it is looked whether it may come back."""
-USUAL_PATIENCE_S = 30.0
-"""Patience of a host that has not told its own."""
 NOTICE_SIGNAL = getattr(signal, "SIGUSR1", None)
 """Signal that `sbatch --signal=USR1@120` sends to all processes of a job; heard with --watch."""
 
@@ -177,8 +176,8 @@ class JoinSession:
                 if not self._await_turn():
                     return Interrupted.exit_code
                 why.unlink(missing_ok=True)  # of the time before: Ctrl-C in a worker would be told as that
-                if self._was_away and not kept.exists():  # none of ours was in yet
-                    kept.write_text(str(USUAL_PATIENCE_S), encoding="utf-8")
+                if self._was_away and not kept.exists():  # none of ours was in yet, so no host has told its own
+                    kept.write_text(str(HostOptions.patience_s), encoding="utf-8")
                 code = self._work(WorkerPool(command, self._config, environment), why)
                 if code is not None:
                     return code
