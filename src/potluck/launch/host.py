@@ -321,6 +321,8 @@ class _Host:
             return
         self._has_started = True
         description, details = core.description, core.description.told
+        # A script's arguments; of a recipe, run.toml says more.
+        arguments = {} if self.args.table else {"arguments": shown_arguments(self.args.script)}
         self.events.emit(
             RunStarted(
                 name=str(details.get("name") or self.folder.name),
@@ -336,13 +338,9 @@ class _Host:
                 policy=description.policy,
                 wire=description.wire,
                 flops_per_sample=_figure(details.get("flops_per_sample")),
-                settings=description.training | self._arguments(),
+                settings=description.training | arguments,
             )
         )
-
-    def _arguments(self) -> dict[str, str]:
-        """Return the script and its arguments; of a recipe, run.toml says more."""
-        return {} if self.args.table else {"arguments": shown_arguments(self.args.script)}
 
     def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """Say which settings are not as they were when the host was stopped: that is allowed."""
