@@ -70,7 +70,8 @@ def write_result(run: Path, config: FinetuneConfig) -> Path:
 
 
 def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], aside: Path) -> None:
-    labels = labels_of(config, base, state)
+    first = first_record(config)
+    labels = labels_of(config, base, state, first)
     model: Any = shape_of(base, labels)
     hf = config.model.hf  # by its folder, or by its id, an adapter finds its base
     model.config._name_or_path = model.name_or_path = str(base.absolute()) if Path(hf).expanduser().is_dir() else hf
@@ -88,7 +89,7 @@ def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], as
             state = {name: each.bfloat16() if each.is_floating_point() else each for name, each in state.items()}
         model.save_pretrained(aside, state_dict=state)
     tokenizer = load_tokenizer(base)
-    if (first := first_record(config)) is not None:
+    if first is not None:
         give_template(tokenizer, first.form if labels is None else "label")
     tokenizer.save_pretrained(str(aside))
 
@@ -101,9 +102,10 @@ def first_record(config: FinetuneConfig) -> TextRecord | None:
         return None
 
 
-def labels_of(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor]) -> list[str] | None:
+def labels_of(
+    config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], first: TextRecord | None
+) -> list[str] | None:
     """Return the labels of a run that classifies: by the data, or where they are not here, numbers."""
-    first = first_record(config)
     if config.model.task == "write" or (first is not None and first.form != "label"):
         return None
     if first is None and config.model.task != "classify":
