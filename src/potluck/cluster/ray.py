@@ -33,7 +33,7 @@ from potluck.words import plural, say
 
 LOOK_S = 0.5
 AGAIN_S = 2.0
-"""Seconds before a slot whose workers were lost is filled again."""
+"""Seconds before a slot whose workers were lost is filled again: some would be lost as soon as they are started."""
 
 
 def up_on_ray(options: UpOptions, address: str) -> int:

@@ -32,7 +32,7 @@ from potluck.words import say
 ASK_S = 10.0
 """How long SLURM has to answer: one whose controller is away would hold up the job."""
 TURNED_AWAY_S = 5.0
-"""How long a first node that cannot begin waits for those whom it tells so."""
+"""How long a first node that cannot begin waits for those whom it tells so: some may never come."""
 
 
 def up(options: UpOptions) -> int:
