@@ -222,11 +222,11 @@ def tuned(place: str, settings: tuple[str, ...] = (), *, recipe: str = "tuned.to
     """One worker's run of the recipe, as `potluck train` has it: the losses of its steps."""
     import potluck
     from potluck.finetune.recipe import FinetuneConfig, train_finetune
-    from potluck.launch.recipes import read_recipe
-    from potluck.train.arguments import TrainArgs
+    from potluck.launch.recipes import config_of_kind
+    from potluck.train.arguments import TrainArgs, recipe_table
 
     os.chdir(place)
-    config = read_recipe(Path(recipe).read_text(), recipe, settings)
+    config = config_of_kind(recipe_table(recipe, settings))
     assert isinstance(config, FinetuneConfig)
     losses: list[float] = []
 

@@ -2,12 +2,15 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from potluck.errors import ConfigError
 from tests.finetune.made import (
@@ -63,6 +66,39 @@ def test_it_ends_with_a_sample_and_answers_over_a_pipe(
     assert chat(Path(found["folder"]), temperature=0.0, length=8) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and lines[0] == lines[2]  # the same question, asked anew
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_result_that_classifies_says_so_and_names_labels_in_a_chat(
+    lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from potluck.finetune.chat import chat
+    from potluck.finetune.result import classifies, config_of, write_result
+
+    place = make_place(tmp_path, kind="bert", lora=lora)
+    monkeypatch.chdir(place)
+    run = Path(tuned(str(place))["folder"])
+    assert classifies(write_result(run, config_of(run)))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("it is one two\n"))
+    assert chat(run, temperature=0.0, length=8) == 0
+    assert re.fullmatch(r"(odd|even) \(\d+%\)\n", capsys.readouterr().out)
+
+
+def test_a_sample_before_is_of_the_base_also_where_rows_with_labels_are_learnt_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from potluck.finetune import ending
+    from potluck.finetune.records import TextRecord
+
+    record = TextRecord("here", "label", {"text": "one and two", "label": 1})
+    monkeypatch.setattr(ending, "_asked", lambda config: (record, "A row"))
+    monkeypatch.setattr(ending, "_before", lambda config, record, device: "of the base")
+    monkeypatch.setattr(ending, "load_result", lambda run, config, device: (None, None))
+    monkeypatch.setattr(ending, "_sample", lambda model, tokenizer, record: ("one", "of the run"))
+    out = io.StringIO()
+    config: Any = SimpleNamespace(lora=None)
+    ending._show_sample(Console(file=out), tmp_path, config, classifies=False)
+    assert "before: of the base" in out.getvalue() and "after:  of the run" in out.getvalue()
 
 
 def test_a_base_is_found_in_a_cache_without_a_network(

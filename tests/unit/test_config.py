@@ -4,12 +4,12 @@ import pytest
 
 import potluck
 from potluck import FitConfig, RunConfig, ScheduleConfig, Sync
-from potluck.config import from_toml, to_toml
+from potluck.config import from_toml, parse_toml, to_toml
 from potluck.errors import ConfigError
 from potluck.launch import processes
 from potluck.launch.options import HostOptions, host_args
 from potluck.launch.processes import WorkerPool
-from potluck.launch.recipes import read_recipe
+from potluck.launch.recipes import config_of_kind
 from potluck.train.arguments import (
     TrainArgs,
     WorkersConfig,
@@ -165,7 +165,7 @@ def test_what_is_written_is_read_again() -> None:
 def test_every_built_in_recipe_is_valid(name: str) -> None:
     text, source = find_recipe(f"recipes/{name}.toml")
     missing = ('model.hf="a model"', 'data.paths=["rows"]') if name.startswith("finetune") else ()
-    config = read_recipe(text, source, missing)
+    config = config_of_kind(parse_toml(text, source=source, overrides=missing))
     assert config.name == name
     assert find_recipe(name)[0] == text
 

@@ -20,7 +20,7 @@ from potluck.launch.join import _says_yes
 from potluck.launch.join import join as join_command
 from potluck.launch.options import HostOptions, host_args
 from potluck.train import recipe, text
-from potluck.train.arguments import FILES_ASKED, WorkersConfig, as_settings, ask_for_files
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, as_settings, ask_for_files, joining_command
 from potluck.train.model import GPT, ModelConfig
 from tests.bare import Tell, Worker
 from tests.fleet.fleet import close_all, serve
@@ -185,9 +185,11 @@ def test_too_many_names_are_not_asked_about_and_none_can_write_on_the_terminal(
 def test_workers_of_the_host_itself_read_what_its_own_command_line_says(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(f"{RECIPE}[data]\npaths = ['my text']\n")
     what = str(tmp_path / "own.toml")
-    kind, settings = host_args(HostOptions(what=what, patience_s=1.0)).command
-    assert kind == "--join" and json.loads(settings) == ['data.paths=["my text"]']
-    kind, settings = host_args(HostOptions(what=what, data=("\U0001f35c",), patience_s=1.0)).command
+    args = host_args(HostOptions(what=what, patience_s=1.0))
+    assert not args.script and args.settings == ('data.paths=["my text"]',)
+    args = host_args(HostOptions(what=what, data=("\U0001f35c",), patience_s=1.0))
+    kind, settings = joining_command(args.script, args.settings)
+    assert kind == "--join"
     found = from_toml(recipe.RunConfig, RECIPE, source="here", overrides=tuple(json.loads(settings)))
     assert found.data.paths == ("\U0001f35c",)
 

@@ -90,6 +90,7 @@ class Meeting:
     def greetings(self) -> dict[int, Greeting]:
         """Return the greetings of all others that have heard the call so far, by their task."""
         if not self._call:
+            # Kept before it is written: what close() finds with this word is ours to remove.
             self._call = secrets.token_hex(8)
             self._write(CALL, self._call)
         greetings = {}
@@ -110,7 +111,7 @@ class Meeting:
 
     def hand_over(self, invite: Invite) -> None:
         """Hand the invite to the nodes that have come, and until close() to any that comes."""
-        self._write(INVITE_FILE, invite.line() + "\n")
+        self._write(INVITE_FILE, invite.line() + "\n")  # before any answer: who is answered reads it at once
 
         def look() -> None:
             while True:
@@ -126,7 +127,7 @@ class Meeting:
 
     def close(self) -> None:
         self._ended.set()
-        if self._thread is not None:  # it reads what goes now
+        if self._thread is not None:  # it reads what goes now, and would write answers after that
             self._thread.join()
         for path in self.folder.glob("*"):
             with suppress(OSError, UnicodeDecodeError):  # the folder of a start that had a name, or none of our files

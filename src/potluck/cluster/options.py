@@ -1,6 +1,5 @@
 """UpOptions: the options of `potluck up`, and what each node makes of them. Imports no torch."""
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,11 +7,10 @@ from typing import Annotated, Any
 import tyro
 
 from potluck.cluster.plan import As, NodeResources
-from potluck.config import parse_toml, to_dict
 from potluck.errors import ConfigError
 from potluck.launch.options import Data, HostArgs, HostOptions, Ranks, Settings, Threads, host_args, option
 from potluck.save.run_folder import holds_run, name_fault
-from potluck.train.arguments import TrainArgs, WorkersConfig, find_recipe, workers_in
+from potluck.train.arguments import TrainArgs, WorkersConfig, recipe_table, workers_in
 from potluck.words import say
 
 
@@ -37,7 +35,7 @@ class UpOptions:
     """Port of the first node; 0: any that is free."""
     address: Annotated[str | None, option("NAME", default="its name")] = None
     """How others reach the first node."""
-    patience_s: Annotated[float, option("SECONDS", name="patience")] = 30.0
+    patience_s: Annotated[float, option("SECONDS", name="patience")] = HostOptions.patience_s
     """How long a node may be silent, or out of reach."""
     at_least: Annotated[int, option("N")] = 1
     """Workers that a host waits for at first."""
@@ -59,8 +57,7 @@ class UpOptions:
         return Path("runs") / (f"{name}-{job}" if job else name)
 
     def _table(self) -> dict[str, Any]:
-        text, source = find_recipe(self.what)
-        return parse_toml(text, source=source, overrides=tuple(self.settings))
+        return recipe_table(self.what, self.settings)
 
     def workers_here(self, resources: NodeResources, local_tasks: int) -> int:
         """One for each GPU; where the recipe splits a model over ranks, one that has all of them."""
@@ -99,12 +96,7 @@ class UpOptions:
         if self.is_script:
             return [self.what, *self.arguments]
         args = TrainArgs(recipe=self.what, settings=tuple(self.settings), out=str(folder), resume=resume)
-        return ["--recipe", json.dumps(to_dict(args))]
-
-
-def joining_settings(args: HostArgs) -> tuple[str, ...]:
-    """Return the settings of workers that join this host from nodes of the same job; a script has none."""
-    return tuple(json.loads(args.command[1])) if args.recipe else ()
+        return args.command()
 
 
 def resumes(folder: Path) -> bool:

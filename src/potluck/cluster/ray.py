@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from potluck.cluster.options import UpOptions, joining_settings, resumes
+from potluck.cluster.options import UpOptions, resumes
 from potluck.cluster.place import JobPlace
 from potluck.cluster.plan import NodeResources, plan_early
 from potluck.cluster.reaching import connect, lead_gloo_to, reach
@@ -24,7 +24,7 @@ from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, Interrupted, PotluckError, WorkerLost
 from potluck.files import write_whole
 from potluck.fleet.invite import read_invite
-from potluck.launch.host import host, with_base
+from potluck.launch.host import host
 from potluck.launch.join import join
 from potluck.launch.processes import RankSpan, free_port, launch
 from potluck.save.run_folder import make_run_folder
@@ -33,7 +33,7 @@ from potluck.words import plural, say
 
 LOOK_S = 0.5
 AGAIN_S = 2.0
-"""Seconds before a slot whose workers were lost is filled again."""
+"""Seconds before a slot whose workers were lost is filled again: some would be lost as soon as they are started."""
 
 
 def up_on_ray(options: UpOptions, address: str) -> int:
@@ -81,8 +81,7 @@ def _lead(options: UpOptions) -> int:
         address = ray.util.get_node_ip_address()
         args = options.host_args(folder, WorkersConfig(count=1), local=0, address=address)
         script = [str(Path(options.what).absolute()), *options.arguments] if options.is_script else []
-        settings = joining_settings(args)
-        return host(with_base(args), lambda invite: actors.follow(invite.line(), script, settings, options.patience_s))
+        return host(args, lambda invite: actors.follow(invite.line(), script, args.settings, options.patience_s))
 
 
 class WorkerActor:
@@ -242,7 +241,7 @@ class RayActors:
     def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join()  # before slots are left: it would fill them again
         for slot in self.slots.values():
             self._leave(slot)
 

@@ -28,6 +28,7 @@ def connect(address: str, port: int, patience_s: float) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
+            # A part of the time for each try: where packets are dropped silently, the first would take all of it.
             socket.create_connection((address, port), timeout=max(0.1, min(left, patience_s / 3))).close()
             return
         except OSError:

@@ -12,18 +12,17 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from potluck.cluster.meeting import Meeting, Reply
-from potluck.cluster.options import UpOptions, joining_settings, resumes
+from potluck.cluster.options import UpOptions, resumes
 from potluck.cluster.place import JobPlace, find
 from potluck.cluster.plan import Decision, own_resources, plan, plan_early
 from potluck.cluster.reaching import lead_gloo_to, reach
 from potluck.environment import IGNORED, QUIET
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.invite import Invite, reachable, read_invite
-from potluck.launch.host import host, with_base
+from potluck.launch.host import host
 from potluck.launch.join import join
 from potluck.launch.processes import RankSpan, free_port, launch
 from potluck.save.run_folder import holds_run, make_run_folder
@@ -31,9 +30,9 @@ from potluck.signals import ECHO_S
 from potluck.words import say
 
 ASK_S = 10.0
-"""How long SLURM has to answer."""
+"""How long SLURM has to answer: one whose controller is away would hold up the job."""
 TURNED_AWAY_S = 5.0
-"""How long a first node that cannot begin waits for those whom it tells so."""
+"""How long a first node that cannot begin waits for those whom it tells so: some may never come."""
 
 
 def up(options: UpOptions) -> int:
@@ -64,6 +63,7 @@ class _Task:
         self.folder = options.folder(place.job)
         self.resources = own_resources(place.cores, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self.workers = options.workers_here(self.resources, place.local_tasks)
+        self.config = options.workers_config(self.workers, self.resources, place.local_tasks)
 
     def run(self) -> int:
         make_run_folder(self.folder)
@@ -106,9 +106,8 @@ class _Task:
         say(f"{self.place.sentence()} {decided.sentence}")
         if decided.led == "group":
             return self._lead_group(meeting, resume)
-        config = self.options.workers_config(max(1, self.workers), self.resources, self.place.local_tasks)
-        args = self.options.host_args(self.folder, config, local=self.workers, address=self._address())
-        return host(with_base(args), meeting.hand_over)
+        args = self.options.host_args(self.folder, self.config, local=self.workers, address=self._address())
+        return host(args, meeting.hand_over)
 
     def _turn_away(self, meeting: Meeting) -> None:
         """Tell all who wait for an answer that the run is over, so that they need not wait any longer."""
@@ -165,13 +164,11 @@ class _Task:
     def _join(self, meeting: Meeting) -> int:
         invite = read_invite(str(meeting.invite))
         reach(self.place.node, invite.host, invite.port, self.options.patience_s)
-        config = self.options.workers_config(self.workers, self.resources, self.place.local_tasks)
         os.environ[QUIET] = "1"  # all tasks have one log, and the host shows the run in it
         if self.place.scheduler == "SLURM":
             self._watch_first_node(invite)
-        args = self.options.host_args(self.folder, config, local=0, address=invite.host)
-        script = list(args.command) if self.options.is_script else []
-        return join(str(meeting.invite), script, config, joining_settings(args))
+        args = self.options.host_args(self.folder, self.config, local=0, address=invite.host)
+        return join(str(meeting.invite), list(args.script), self.config, args.settings)
 
     def _tell_if_unreachable(self, reply: Reply) -> None:
         """Say so, in a thread, if the first node cannot be reached: beside the workers, which are loading torch."""
@@ -209,10 +206,9 @@ class _Task:
 
     def _launch(self, reply: Reply) -> int:
         count = self.workers
-        config = self.options.workers_config(count, self.resources, self.place.local_tasks)
         command = self.options.group_command(self.folder, resume=reply.resume)
         if reply.world == count:
-            return launch(command, config)
+            return launch(command, self.config)
         span = RankSpan(
             first=reply.first,
             world=reply.world,
@@ -222,7 +218,7 @@ class _Task:
             places=self.place.local_tasks * count,
         )
         lead_gloo_to(reply.address)
-        return launch(command, replace(config, count=count), span=span)
+        return launch(command, self.config, span=span)
 
 
 # What has to be asked of SLURM, by scontrol

@@ -3,7 +3,6 @@
 Both runs are launched like any other recipe's, and what is shown in the end is read from their events.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,13 +10,13 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
-from potluck.config import to_dict
 from potluck.errors import ConfigError
 from potluck.files import first_free
 from potluck.launch.options import Data, Out, Page, Settings, Workers
 from potluck.launch.processes import launch
 from potluck.page.start import page_of_training
 from potluck.page.where import page_address
+from potluck.show.closing import show_next, show_paths
 from potluck.show.picture import draw_comparison, gain_sentence, read_timeline
 from potluck.train.arguments import TrainArgs, WorkersConfig, as_settings, workers_of
 
@@ -106,7 +105,7 @@ def _train(config: WorkersConfig, settings: tuple[str, ...], folder: Path, *, is
         slow_worker=config.count - 1,
         summary="paragraph" if is_last else "none",
     )
-    return launch(["--recipe", json.dumps(to_dict(args))], config)
+    return launch(args.command(), config)
 
 
 def find_folders(out: str | None) -> dict[str, Path]:
@@ -128,15 +127,12 @@ def show_comparison(console: Console, folders: dict[str, Path], slow: int) -> No
     with console.status("Drawing both timelines ..."):
         picture = draw_comparison(runs["sync"], runs["cadence"], slow, folders["cadence"] / "comparison.png")
     console.print(f"\n{gain_sentence(runs['sync'], runs['cadence'])}", style="bold", soft_wrap=not console.is_terminal)
-    rows = {"picture": picture, "Sync": folders["sync"], "Cadence": folders["cadence"]}
-    for name, path in rows.items():
-        console.print(f"  {name:<8} {path}")
-    console.print("\nWhat to try next", style="bold")
-    for command, what in (
+    show_paths(console, {"picture": picture, "Sync": folders["sync"], "Cadence": folders["cadence"]})
+    next_commands = (
         ("potluck train demo --data YOUR_TEXT", "a larger run of this model, on your own files or folders"),
         ("potluck train demo -n 3 --set policy.kind=cadence", "the same under Cadence"),
         ("potluck run -n 2 YOUR_SCRIPT.py", "your own loop on the same engine, as in examples/own_loop.py"),
         ("potluck host small", "a run that other machines join"),
         ("potluck doctor", "what this machine brings, and what would make it faster"),
-    ):
-        console.print(f"  {command}\n      {what}")
+    )
+    show_next(console, next_commands)

@@ -26,10 +26,10 @@ class Host(HostOptions):
     """
 
     def __call__(self, *arguments: str) -> int:
-        from potluck.launch.host import host, with_base
+        from potluck.launch.host import host
 
         tell_of_options(self.what, arguments)
-        return host(with_base(host_args(self, arguments)))
+        return host(host_args(self, arguments))
 
 
 def tell_of_options(script: str, arguments: Sequence[str]) -> None:
@@ -61,6 +61,7 @@ class MakeInvite:
             Invite(self.address, self.port, "", None)
         except ConfigError:
             raise ConfigError("--address is a plain name or an IP address, and --port lies in 1 to 65535.") from None
+        # The identity first: an invite names its certificate, and nothing else could answer to it.
         identity = Identity.load_or_make(folder)
         invite = identity.invite(self.address, self.port, encrypted=True)
         try:

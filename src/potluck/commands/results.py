@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from potluck.config import parse_toml
 from potluck.errors import ConfigError
 from potluck.finetune.settings import is_finetune
 from potluck.hub.card import Pushed, model_card, without_paths
 from potluck.hub.upload import client, mark, upload
 from potluck.launch.options import option
 from potluck.save.checkpoint_folder import found
+from potluck.train.arguments import recipe_of
 
 
 @dataclass
@@ -99,15 +99,15 @@ def _recipe_of(run: Path) -> dict[str, Any]:
         )
     if not found(run / "checkpoints"):
         raise ConfigError(f"There is no checkpoint in {run}, so there is nothing to push yet.")
-    return parse_toml((run / "run.toml").read_text(encoding="utf-8"), source=str(run / "run.toml"))
+    return recipe_of(run)
 
 
 def write_for_hub(run: Path, recipe: dict[str, Any], out: Path, repo: str) -> None:
     """The folder that is uploaded: the newest checkpoint in Hugging Face's form, and its card."""
+    from potluck.finetune.result import classifies, config_of, write_result
+
     is_adapter = False
     if is_finetune(recipe):
-        from potluck.finetune.result import config_of, write_result
-
         config = config_of(run)
         is_adapter = config.lora is not None
         shutil.copytree(write_result(run, config), out, ignore=shutil.ignore_patterns("checkpoint", "README.md"))
@@ -117,17 +117,9 @@ def write_for_hub(run: Path, recipe: dict[str, Any], out: Path, repo: str) -> No
         export_hf(run, out)
     for file in out.glob("*.json"):
         _forget_places(file)
-    pushed = Pushed(repo, is_adapter, classifies=_classifies(out))
+    pushed = Pushed(repo, is_adapter, classifies=classifies(out))
     (out / "README.md").write_text(model_card(run, recipe, pushed), encoding="utf-8")
     mark(out, run=without_paths(str(recipe.get("name", ""))), checkpoint=found(run / "checkpoints")[0].name)
-
-
-def _classifies(out: Path) -> bool:
-    """An adapter has a config of its own only where it does."""
-    if not (out / "config.json").is_file():
-        return False
-    told = json.loads((out / "config.json").read_text(encoding="utf-8"))
-    return any(str(name).endswith("SequenceClassification") for name in told.get("architectures") or [])
 
 
 PLACES = ("base_model_name_or_path", "_name_or_path", "name_or_path")

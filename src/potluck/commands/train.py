@@ -1,13 +1,11 @@
 """`potluck train` and `potluck run`: workers on this machine, for a recipe or for a script of yours."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from potluck.config import to_dict
 from potluck.errors import ConfigError
 from potluck.launch.options import (
     Count,
@@ -55,7 +53,7 @@ class Train:
 def launch_recipe(args: TrainArgs, only: int | None, page: str | None) -> int:
     config, address = workers_of(args), page_address(page)
     with page_of_training(address, args.out):
-        return launch(["--recipe", json.dumps(to_dict(args))], config, only)
+        return launch(args.command(), config, only)
 
 
 @dataclass

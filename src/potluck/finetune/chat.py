@@ -5,26 +5,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from potluck.config import parse_toml
+from potluck.config import from_dict
 from potluck.devices import choose_device
 from potluck.errors import ConfigError
 from potluck.finetune.encoding import Encoder
-from potluck.finetune.recipe import telling
-from potluck.finetune.result import config_of, load_result
+from potluck.finetune.recipe import FinetuneConfig, telling
+from potluck.finetune.result import classifies, load_result, write_result
 from potluck.finetune.settings import is_finetune
 from potluck.finetune.talking import answer, classify
+from potluck.train.arguments import recipe_of
 
 HELP = "/new starts over, /quit ends."
 
 
 def chat(run: Path, *, temperature: float, length: int) -> int:
     """Returns the exit code."""
-    _check(run)
-    config = config_of(run)
+    config = _config_of(run)
     with telling(True, "Loading the model"):
         model, tokenizer = load_result(run, config, choose_device())
     say_more = _out if sys.stdout.isatty() else lambda text: None
-    if not hasattr(model, "generate") or _classifies(model):
+    if classifies(write_result(run, config)):
         say_more(f"Type a text, and the model names its label. {HELP}\n")
         for line in _lines():
             name, chance = classify(model, tokenizer, line)
@@ -90,18 +90,13 @@ def _out(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _classifies(model: Any) -> bool:
-    return type(getattr(model, "base_model", model)).__name__.endswith("Classification") or any(
-        type(part).__name__.endswith("ForSequenceClassification") for part in model.modules()
-    )
-
-
-def _check(run: Path) -> None:
+def _config_of(run: Path) -> FinetuneConfig:
     if not (run / "run.toml").is_file():
         raise ConfigError(f"{run} is no run's folder: it has no run.toml. Name one below runs/.")
-    table = parse_toml((run / "run.toml").read_text(encoding="utf-8"), source=str(run / "run.toml"))
+    table = recipe_of(run)
     if not is_finetune(table):
         raise ConfigError(
             f"{run} has trained the built-in model, which continues text and does not chat: its sample is shown at the"
             " end of a run. potluck chat is for runs of potluck finetune."
         )
+    return from_dict(FinetuneConfig, table)

@@ -32,6 +32,10 @@ DATE = (
 """Text before a template, in place of the function of that name."""
 
 
+MOST_OF_PROMPT = 200
+"""Letters of a text from which a sample's prompt is taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     tokens: list[int]
@@ -170,7 +174,7 @@ class Encoder:
         bare = text.rstrip()
         return bare if bare.endswith(self._special) else text
 
-    def prompt_of(self, record: TextRecord, most_letters: int = 200) -> tuple[str, str]:
+    def prompt_of(self, record: TextRecord) -> tuple[str, str]:
         """Return the prompt of a sample: in words for people, and as the model reads it."""
         fields = record.fields
         if self.form == "chat":
@@ -180,7 +184,7 @@ class Encoder:
             return (asked[-1]["content"] or "") if asked else "", self.written(asked, tools, asks=True)
         if self.form == "prompt":
             return fields["prompt"], fields["prompt"]
-        words = fields["text"][:most_letters].split(" ")
+        words = fields["text"][:MOST_OF_PROMPT].split(" ")
         start = " ".join(words[: max(1, min(8, len(words) // 2))])
         return start, start
 

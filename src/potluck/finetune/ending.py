@@ -17,9 +17,10 @@ from potluck.finetune.base_files import find_base
 from potluck.finetune.encoding import Encoder, give_template, load_tokenizer
 from potluck.finetune.recipe import FinetuneConfig, telling
 from potluck.finetune.records import TextRecord, read_records
-from potluck.finetune.result import config_of, load_result, write_result
+from potluck.finetune.result import classifies, config_of, load_result, write_result
 from potluck.finetune.rows import is_held_out
 from potluck.finetune.talking import answer, classify
+from potluck.show.closing import show_next, show_paths
 from potluck.show.picture import draw_losses
 from potluck.train.trainer import Summary
 from potluck.words import duration, first_line, plural, say
@@ -58,16 +59,12 @@ def show_use(run: Path, config: FinetuneConfig, paths: dict[str, Any]) -> None:
         result = write_result(run, config)
     try:
         with telling(True, "The model writes a sample"):
-            _show_sample(console, run, config)
+            _show_sample(console, run, config, classifies=classifies(result))
     except Exception as error:  # whatever a template or a full GPU says: the result is written all the same
         say(f"There is no sample: {first_line(error)}.")
     kind = "adapter" if config.lora is not None else "model"
-    for name, path in ({kind: result} | paths).items():
-        if path is not None:
-            console.print(f"  {name:<12} {path}")
-    console.print("\nWhat to try next", style="bold")
-    for command, what in _next(run, config, result):
-        console.print(f"  {command}\n      {what}", markup=False)
+    show_paths(console, {kind: result} | paths)
+    show_next(console, _next(run, config, result))
 
 
 def _next(run: Path, config: FinetuneConfig, result: Path) -> list[tuple[str, str]]:
@@ -85,16 +82,16 @@ def _next(run: Path, config: FinetuneConfig, result: Path) -> list[tuple[str, st
     ]
 
 
-def _show_sample(console: Console, run: Path, config: FinetuneConfig) -> None:
+def _show_sample(console: Console, run: Path, config: FinetuneConfig, *, classifies: bool) -> None:
     if (asked := _asked(config)) is None:
         return
     record, title = asked
     device = choose_device()
     before = None
-    if config.lora is None and record.form != "label":
+    if config.lora is None and not classifies:
         before = _before(config, record, device)
     model, tokenizer = load_result(run, config, device)
-    if record.form == "label" and hasattr(model.config, "id2label") and not hasattr(model, "lm_head"):
+    if classifies:
         name, chance = classify(model, tokenizer, record.fields["text"])
         text = f"{record.fields['text'][:300]}\n\nafter:  {name} ({chance:.0%}); its label is {record.fields['label']}"
     else:

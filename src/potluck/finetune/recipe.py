@@ -32,6 +32,8 @@ from potluck.train.trainer import Summary
 from potluck.words import count, plural, say, size
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
+TRIED = 16
+"""Tokens of each document with which it is tried whether a model keeps packed ones apart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,11 +154,11 @@ def _try_packing(model: nn.Module, rows: PreparedRows) -> None:
         )
 
 
-def packed_pair(row: TokenRow, most: int = 16) -> tuple[dict[str, Tensor], int]:
+def packed_pair(row: TokenRow) -> tuple[dict[str, Tensor], int]:
     """The beginnings of a row's first two documents as a batch, and the length of the first: enough to see whether a
     model keeps them apart, and quick on any machine."""
     first, second = row.lengths[:2]
-    parts = [row.tokens[: min(first, most)].long(), row.tokens[first : first + min(second, most)].long()]
+    parts = [row.tokens[: min(first, TRIED)].long(), row.tokens[first : first + min(second, TRIED)].long()]
     positions = torch.cat([torch.arange(len(part)) for part in parts])
     return {"input_ids": torch.cat(parts)[None], "position_ids": positions[None]}, len(parts[0])
 

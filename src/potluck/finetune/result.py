@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from potluck.config import from_toml
+from potluck.config import from_dict
 from potluck.errors import ConfigError
+from potluck.files import read_table
 from potluck.finetune.base import adapter_settings, known_labels, load_base, model_class, settings_of, shape_of
 from potluck.finetune.base_files import find_base, shown
 from potluck.finetune.encoding import give_template, load_tokenizer
@@ -24,14 +25,16 @@ from potluck.finetune.records import TextRecord, read_records
 from potluck.finetune.rows import names_of
 from potluck.save.checkpoint_folder import found
 from potluck.save.export import write_plain
+from potluck.train.arguments import recipe_of
 
 ADAPTER, MODEL = "adapter", "model"
 WITHIN, SAVED = "base_model.model.", ".modules_to_save."
 """Parts of peft's names: before those of the base, and after those of layers that are trained whole."""
+MOST_CONFIG_BYTES = 16 << 20
 
 
 def config_of(run: Path) -> FinetuneConfig:
-    return from_toml(FinetuneConfig, (run / "run.toml").read_text(encoding="utf-8"), source=str(run / "run.toml"))
+    return from_dict(FinetuneConfig, recipe_of(run))
 
 
 def write_result(run: Path, config: FinetuneConfig) -> Path:
@@ -51,6 +54,8 @@ def write_result(run: Path, config: FinetuneConfig) -> Path:
             plain, aside = Path(place) / "plain.safetensors", Path(place) / out.name
             write_plain(checkpoints[0], plain)
             _save(config, base, load_file(plain), aside)
+            # The mark comes last and moves with the rest: a folder that has it is whole. After a kill between the last
+            # two lines there is none, and the next look writes it again.
             (aside / "checkpoint").write_text(checkpoints[0].name + "\n", encoding="utf-8")
             if out.exists():
                 shutil.rmtree(out)
@@ -65,7 +70,8 @@ def write_result(run: Path, config: FinetuneConfig) -> Path:
 
 
 def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], aside: Path) -> None:
-    labels = labels_of(config, base, state)
+    first = first_record(config)
+    labels = labels_of(config, base, state, first)
     model: Any = shape_of(base, labels)
     hf = config.model.hf  # by its folder, or by its id, an adapter finds its base
     model.config._name_or_path = model.name_or_path = str(base.absolute()) if Path(hf).expanduser().is_dir() else hf
@@ -83,7 +89,7 @@ def _save(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], as
             state = {name: each.bfloat16() if each.is_floating_point() else each for name, each in state.items()}
         model.save_pretrained(aside, state_dict=state)
     tokenizer = load_tokenizer(base)
-    if (first := first_record(config)) is not None:
+    if first is not None:
         give_template(tokenizer, first.form if labels is None else "label")
     tokenizer.save_pretrained(str(aside))
 
@@ -96,9 +102,10 @@ def first_record(config: FinetuneConfig) -> TextRecord | None:
         return None
 
 
-def labels_of(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor]) -> list[str] | None:
+def labels_of(
+    config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor], first: TextRecord | None
+) -> list[str] | None:
     """Return the labels of a run that classifies: by the data, or where they are not here, numbers."""
-    first = first_record(config)
     if config.model.task == "write" or (first is not None and first.form != "label"):
         return None
     if first is None and config.model.task != "classify":
@@ -109,17 +116,28 @@ def labels_of(config: FinetuneConfig, base: Path, state: dict[str, torch.Tensor]
     return names_of((record.fields["label"] for record in read_records(config.data)), known_labels(base))
 
 
+def classifies(result: Path) -> bool:
+    """Whether the model in this folder classifies."""
+    config = result / "config.json"
+    if (result / "adapter_config.json").is_file():  # beside an adapter there is a config only where it does
+        return config.is_file()
+    told = read_table(config, MOST_CONFIG_BYTES)
+    return any(str(name).endswith("SequenceClassification") for name in told.get("architectures") or [])
+
+
 def load_result(run: Path, config: FinetuneConfig, device: torch.device) -> tuple[Any, Any]:
     """The fine-tuned model and its tokenizer, ready to be asked."""
     folder = write_result(run, config)
     tokenizer = load_tokenizer(folder)
-    about: Any = settings_of(folder) if (folder / "config.json").is_file() else None
     if config.lora is None:
-        kind = model_class(classifies=about.architectures[0].endswith("Classification"))
+        kind = model_class(classifies=classifies(folder))
         with shown(folder, weights=True) as place:
             model = kind.from_pretrained(str(place), use_safetensors=True, **SAFELY)
         return model.to(device).eval(), tokenizer
-    labels = [about.id2label[number] for number in sorted(about.id2label)] if about is not None else None
+    labels = None
+    if classifies(folder):
+        names = settings_of(folder).id2label
+        labels = [names[number] for number in sorted(names)]
     base, _ = load_base(find_base(config.model.hf), config.model, device, labels=labels, is_frozen=True)
     own: Any = base.config
     if own.pad_token_id is None:

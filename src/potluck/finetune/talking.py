@@ -12,6 +12,8 @@ from potluck.words import printable
 
 PROMPT, BEGINNING = 64, 16
 """Tokens of a row that is continued, at most; and where it has no answer of its own."""
+MOST_S = 0.5
+"""Seconds that the continuation takes, at most: all other workers may wait for this one."""
 
 
 @torch.no_grad()
@@ -45,7 +47,7 @@ def continue_row(model: Any, tokenizer: Any, row: TokenRow) -> tuple[str, str]:
     was_training = model.training
     model.eval()
     try:
-        said = _generate(model, tokenizer, prompt, max_new_tokens=PROMPT, max_time=0.5, do_sample=False)
+        said = _generate(model, tokenizer, prompt, max_new_tokens=PROMPT, max_time=MOST_S, do_sample=False)
     finally:
         model.train(was_training)
     return tokenizer.decode(prompt[0], skip_special_tokens=True), tokenizer.decode(said, skip_special_tokens=True)

@@ -168,7 +168,7 @@ class Accelerator:
         if self.is_main_process:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             save_file(state, Path(save_directory) / "model.safetensors")
-        self.wait_for_everyone()
+        self.wait_for_everyone()  # nobody loads it before it is there
 
     def save(self, obj: Any, f: Any, **options: Any) -> None:
         if self.is_main_process:

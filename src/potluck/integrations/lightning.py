@@ -295,13 +295,14 @@ class PotluckStrategy(SingleDeviceStrategy):
         return self.fleet is None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        # The fleet's own state first: a kill between the two leaves no checkpoint that cannot be resumed from.
         if self.fleet is not None and self.steps is not None and "loops" in checkpoint:
             self.fleet.save(_state_of(filepath), keep_last=1)
             self.fleet.wait_for_saves()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
+        super().remove_checkpoint(filepath)  # before our state: without that it could not be resumed from
         if self.is_global_zero:
             shutil.rmtree(_state_of(filepath), ignore_errors=True)
 

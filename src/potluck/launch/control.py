@@ -26,7 +26,7 @@ LOCK, STATE, WISH = "lock", "state.json", "wish.json"
 MOST_BYTES = 4096
 """The most bytes of a file that is read here."""
 WAIT_S = 30.0
-"""How long `potluck pause` stays to see what becomes of it; the joiner does it in any case."""
+"""How long `potluck pause` stays to see what becomes of it: a step may take minutes. The joiner does it in any case."""
 ALL = "all"
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)(s|m|min|h|d)")
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -114,7 +114,9 @@ def controlled(name: str, run: str) -> Iterator[Joiner]:
     try:
         make_own_anew(folder.parent, name)
         file: IO[Any] = (folder / LOCK).open("w")
-        lock(file, wait=True)  # a process that looks for joiners holds it for a moment
+        # A process number is another's soon, and a lock is let go of however its holder ends: so nobody asks a dead one
+        # to pause. A process that looks for joiners holds it for a moment.
+        lock(file, wait=True)
     except OSError as error:  # in a container, say, without a home; or on a file system without locks
         say(f"potluck pause will not find this worker: cannot write {folder}: {error.strerror}.")
         shutil.rmtree(folder, ignore_errors=True)  # what it tells goes nowhere, and nothing is wished
@@ -161,7 +163,7 @@ def resume(name: str | None) -> int:
 
 def _next_state(joiner: Joiner, before: State) -> State:
     """One that has another reason to be away says so again, and one that works says that."""
-    wait_until(lambda: joiner.state() != before, 2.0)
+    wait_until(lambda: joiner.state() != before, 2.0)  # the new state may be the old one, which is then shown
     return joiner.state()
 
 

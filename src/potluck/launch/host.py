@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from potluck.agree.terms import differing_settings
-from potluck.config import parse_toml
 from potluck.environment import QUIET
 from potluck.errors import ConfigError, Interrupted, JournalError
 from potluck.event_queue import Outlet
@@ -62,6 +61,7 @@ from potluck.show.picture import draw_losses
 from potluck.show.progress import Progress
 from potluck.signals import Interrupts
 from potluck.trackers.reporter import Tracking
+from potluck.train.arguments import joining_command
 from potluck.waiting import wait_until
 from potluck.words import duration, plural, say, shown_arguments
 
@@ -74,21 +74,23 @@ NOW_S = 1.0
 MOST_SHOWN, MOST_WRITTEN = 4096, 65_536
 """Records that wait for a terminal which is stopped, or for a disk, before the oldest are left out."""
 STILL_S = 20.0
-"""How long a host that has ended waits for a terminal, or a disk, that takes nothing."""
+"""How long a host that has ended waits for a terminal, or a disk, that takes nothing: one that was stopped by Ctrl-S
+would keep it for ever."""
+LEAVE_S = 5.0
+"""How long a host's own workers have to exit: ended at once, they would lose what they print and write at their end."""
 
 
 def host(args: HostArgs, hand_over: Callable[[Invite], object] | None = None) -> int:
     """`hand_over`: gets the invite as soon as the host listens, in place of the terminal."""
     with ExitStack() as stack:
-        return _Host(args, stack).run(hand_over)
+        return _Host(_with_base(args), stack).run(hand_over)
 
 
-def with_base(args: HostArgs) -> HostArgs:
+def _with_base(args: HostArgs) -> HostArgs:
     """A host that fine-tunes has the model for those who lack it, if it has it itself."""
-    table = parse_toml(args.recipe, source="the recipe")
-    if not is_finetune(table):
+    if not is_finetune(args.table):
         return args
-    name = str(table.get("model", {}).get("hf", ""))
+    name = str(args.table.get("model", {}).get("hf", ""))
     try:
         return replace(args, base=find_base(name, may_download=args.options.workers > 0, tells=True))
     except ConfigError as error:
@@ -136,7 +138,7 @@ class _Host:
         self._stack = stack
         self.server = self._serve()
         stack.callback(self.server.stop)
-        if args.recipe:  # only now: a host that was refused must not change what the folder says
+        if args.table:  # only now: a host that was refused must not change what the folder says
             self._write("run.toml", args.recipe, 0o666)
         self._event_file = EventFile(self.folder / EVENTS)
         self._file = Outlet(
@@ -153,6 +155,7 @@ class _Host:
         invited = self._invited()
         address = self.options.address or (invited.host if invited else reachable(self.options.host))
         invite = self._invite(address)
+        # The invite first: with a disk that cannot take it the host ends here, before anybody has joined.
         self._show(invite, to_terminal=hand_over is None)
         self.server.start()
         page = self._start_page()
@@ -160,7 +163,7 @@ class _Host:
             hand_over(invite)
         here = self.options.host if self.options.host not in ("0.0.0.0", "::") else "127.0.0.1"
         own = {INVITE: self._invite(here).line(), QUIET: "1"} | _columns()
-        pool = WorkerPool(list(args.command), args.workers, own, self._on_output)
+        pool = WorkerPool(joining_command(args.script, args.settings), args.workers, own, self._on_output)
         self._stack.callback(pool.close)
         pool.start([f"{LOCAL}{number}" for number in range(args.options.workers)])
         with self.interrupts.handled():
@@ -175,7 +178,7 @@ class _Host:
 
     def _await_scripts(self, pool: WorkerPool, finish: Finish) -> None:
         """A script may do something after its loop, for as long as that takes."""
-        if wait_until(lambda: not pool.is_alive, 5.0) or self.args.recipe or finish.reason != "finished":
+        if wait_until(lambda: not pool.is_alive, LEAVE_S) or self.args.table or finish.reason != "finished":
             return
         self._say("The run is done, and scripts on this machine still do what follows their loops. Ctrl-C ends them.")
         with self.interrupts.handled():
@@ -216,7 +219,7 @@ class _Host:
             self._deserted_at = time.monotonic()
         if self._deserted_at is not None and time.monotonic() > self._deserted_at + DESERTED_S:
             self._deserted_at = math.inf
-            script = "" if self.args.recipe else f" {shown_arguments(self.args.command)}"
+            script = "" if self.args.table else f" {shown_arguments(self.args.script)}"
             self._notice(
                 f"No worker is left after step {self.server.core.steps_done:,}. The run waits, for as long as it takes,"
                 f" until one joins: potluck join {self.folder / 'invite'}{script}. Ctrl-C saves and ends it."
@@ -278,7 +281,7 @@ class _Host:
         coordinator = Coordinator(
             patience_s=self.options.patience_s,
             secret="" if self.options.insecure else identity.secret,
-            recipe=args.recipe or script_table(args.command),
+            recipe=args.recipe or script_table(args.script),
             at_least=self.options.at_least,
             plain_peers=self.options.insecure,
             resumed=resumed,
@@ -305,6 +308,7 @@ class _Host:
             before = described.training
             server.on_completed = lambda completed: self._tell_of_changes(before, completed.training)
             self._on_described(described)
+        # Once it is ours: workers of a host that failed to bind would look there.
         journal.keep("port", str(server.port))
         return server
 
@@ -358,7 +362,7 @@ class _Host:
             return
         where = "another terminal here" if is_loopback(invite.host) else "another machine"
         print(f"To join from {where} (the line is a secret; it is also in the file below it):", flush=True)
-        script = "" if self.args.recipe else f" {shown_arguments(self.args.command)}"
+        script = "" if self.args.table else f" {shown_arguments(self.args.script)}"
         print(f"  potluck join {invite.line()}{script}", flush=True)
         print(f"  {path}", flush=True)
         if is_loopback(invite.host):
@@ -378,6 +382,8 @@ class _Host:
             return
         self._has_started = True
         description, details = core.description, core.description.told
+        # A script's arguments; of a recipe, run.toml says more.
+        arguments = {} if self.args.table else {"arguments": shown_arguments(self.args.script)}
         self.events.emit(
             RunStarted(
                 name=str(details.get("name") or self.folder.name),
@@ -393,13 +399,9 @@ class _Host:
                 policy=description.policy,
                 wire=description.wire,
                 flops_per_sample=_figure(details.get("flops_per_sample")),
-                settings=description.training | self._arguments(),
+                settings=description.training | arguments,
             )
         )
-
-    def _arguments(self) -> dict[str, str]:
-        """Return the script and its arguments; of a recipe, run.toml says more."""
-        return {} if self.args.recipe else {"arguments": shown_arguments(self.args.command)}
 
     def _tell_of_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """Say which settings are not as they were when the host was stopped: that is allowed."""
@@ -478,6 +480,7 @@ class _Host:
             validation_loss=self.validation.loss if self.validation is not None else None,
             skipped=self.skipped,
         )
+        # Before the end is told: a host that is started again after that must not wait for workers that have left.
         try:
             self.journal.keep("workers", "0")
         except ConfigError as error:  # a full disk, say: the last words must be heard all the same
@@ -509,7 +512,7 @@ class _Host:
         if fault:  # what is saved is older than what was trained
             self._say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
-            what = f"{self.folder}/run.toml" if self.args.recipe else shown_arguments(self.args.command)
+            what = f"{self.folder}/run.toml" if self.args.table else shown_arguments(self.args.script)
             again = f" Continue with: potluck host --out {self.folder} --resume {what}" if saved else ""
             self._say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
@@ -523,7 +526,7 @@ class _Host:
             if step:
                 curve = draw_losses(self.folder / EVENTS, self.folder / "loss.png")
                 self._print(f"  loss curve   {curve}")
-        table = parse_toml(self.args.recipe, source="the recipe")
+        table = self.args.table
         if is_finetune(table) or table.get("data", {}).get("tokenizer") == "bpe":
             # A process of its own, which may load torch and more, writes what the run has come to.
             out = None if self.terminal.drain(STILL_S) else subprocess.DEVNULL  # it would stand still as we do

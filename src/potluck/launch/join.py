@@ -29,10 +29,11 @@ from potluck.fleet.script import ask_for_script
 from potluck.launch.absence import Absence, Hours, YieldWatch, decide_absence, family, find_use
 from potluck.launch.control import Joiner, controlled
 from potluck.launch.notices import Notice, NoticeWatch
+from potluck.launch.options import HostOptions
 from potluck.launch.processes import WorkerPool
 from potluck.signals import Interrupts, handling, held_back
 from potluck.system import HAS_GROUPS
-from potluck.train.arguments import FILES_ASKED, WorkersConfig, as_settings
+from potluck.train.arguments import FILES_ASKED, WorkersConfig, as_settings, joining_command
 from potluck.waiting import POLL_S
 from potluck.wire.words import clean
 from potluck.words import say
@@ -43,8 +44,6 @@ MARGIN_S = 2.0
 """Seconds that are left before the end of a notice: a host that loses a machine without a word waits for it in vain."""
 LOOK_S = 0.25
 """How often it is looked whether it may come back."""
-USUAL_PATIENCE_S = 30.0
-"""Patience of a host that has not told its own."""
 NOTICE_SIGNAL = getattr(signal, "SIGUSR1", None)
 """Signal that `sbatch --signal=USR1@120` sends to all processes of a job; heard with --watch."""
 
@@ -68,15 +67,11 @@ def join(
     fetches_base: bool = False,
 ) -> int:
     """`fetches_base`: the model that is fine-tuned comes from the host, if it is not here yet."""
-    host_invite = read_invite(None if invite == HIDDEN else invite)
     if script and script[0].startswith("-"):
         raise ConfigError(f"Options come before the invite: potluck join {script[0]} ... INVITE.")
     if script and not Path(script[0]).is_file():
         raise ConfigError(f"There is no script {script[0]}.")
-    host_invite.check_has_pin()
-    if HAS_GROUPS and invite != HIDDEN and invite != "-" and not Path(invite).is_file():
-        # Where programs cannot be replaced, arguments are the user's own to read.
-        hide_invite(host_invite.line(), invite)
+    host_invite = take_invite(invite)
     if len(script) == 1:
         script = _with_arguments_of_host(script, host_invite)
     elif script[1:] == ["--"]:
@@ -88,7 +83,7 @@ def join(
     with controlled(name, f"{host_invite.host} port {host_invite.port}") as control:
         session = JoinSession(config, terms, control, names)
         while True:
-            command = script or ["--join", json.dumps(list(settings))]
+            command = joining_command(script, settings)
             code, asked = _take_part(session, command, host_invite.line(), is_quiet=config.count > 1)
             if not asked or not _says_yes(asked):
                 return code
@@ -152,12 +147,20 @@ HIDDEN = "@"
 """Stands for an invite that has moved to the environment."""
 
 
-def hide_invite(line: str, argument: str) -> None:
-    """Starts this command again without the secret among its arguments, which every user of the machine can read."""
-    os.environ[INVITE] = line
-    arguments = [HIDDEN if word == argument else word for word in sys.argv[1:]]
-    with held_back():
-        os.execv(sys.executable, [sys.executable, "-m", "potluck.cli", *arguments])
+def take_invite(argument: str) -> Invite:
+    """Read the invite that this command was given: the line itself, its file, or - for standard input.
+
+    With the line among its arguments, which every user of the machine can read, the command is started again without.
+    """
+    invite = read_invite(None if argument == HIDDEN else argument)
+    invite.check_has_pin()
+    # Where programs cannot be replaced, arguments are the user's own to read.
+    if HAS_GROUPS and "://" in argument and argument in sys.argv:
+        os.environ[INVITE] = invite.line()
+        arguments = [HIDDEN if word == argument else word for word in sys.argv[1:]]
+        with held_back():  # a Ctrl-C between the two programs would end the new one before it can answer
+            os.execv(sys.executable, [sys.executable, "-m", "potluck.cli", *arguments])
+    return invite
 
 
 class JoinSession:
@@ -165,8 +168,7 @@ class JoinSession:
         self._config = config
         self._control = control
         self._names = names
-        self._watch = terms.watch
-        self._hours = terms.hours
+        self._terms = terms
         self._yielding: YieldWatch | None = None
         if terms.yields:
             self._yielding = YieldWatch(find_use(config.count * (config.ranks or 1), os.cpu_count() or usable_cores()))
@@ -183,16 +185,16 @@ class JoinSession:
         environment = environment | {LEAVING: str(why), RETURNING: str(kept)}
         with ExitStack() as stack:
             stack.enter_context(self._interrupts.handled())
-            if self._watch != "off" and NOTICE_SIGNAL is not None:
+            if self._terms.watch != "off" and NOTICE_SIGNAL is not None:
                 stack.enter_context(handling((NOTICE_SIGNAL,), self._on_notice_signal))
                 environment[IGNORED] = f"{os.environ.get(IGNORED, '')} {signal.Signals(NOTICE_SIGNAL).name}"
-            self._notices = stack.enter_context(closing(NoticeWatch(self._watch, say)))
+            self._notices = stack.enter_context(closing(NoticeWatch(self._terms.watch, say)))
             while True:
                 if not self._await_turn():
                     return Interrupted.exit_code
-                why.unlink(missing_ok=True)
-                if self._was_away and not kept.exists():  # none of ours was in yet
-                    kept.write_text(str(USUAL_PATIENCE_S), encoding="utf-8")
+                why.unlink(missing_ok=True)  # of the time before: Ctrl-C in a worker would be told as that
+                if self._was_away and not kept.exists():  # none of ours was in yet, so no host has told its own
+                    kept.write_text(str(HostOptions.patience_s), encoding="utf-8")
                 code = self._work(WorkerPool(command, self._config, environment), why)
                 if code is not None:
                     return code
@@ -227,7 +229,7 @@ class JoinSession:
     def _find_absence(self, ours: Callable[[], Collection[int]]) -> Absence | None:
         """`ours`: our processes that compute, asked for only where others' use is measured."""
         use = self._yielding.look(time.monotonic(), ours) if self._yielding is not None else None
-        return decide_absence(self._control.wish(), self._hours, use, time.time())
+        return decide_absence(self._control.wish(), self._terms.hours, use, time.time())
 
     def _await_turn(self) -> bool:
         """Wait until nothing speaks against working. Returns whether that came."""
@@ -278,6 +280,6 @@ class JoinSession:
         """`pool`: none if it was asked already. Asked twice, a worker ends at once."""
         say(sentence)
         self._control.tell("leaving", sentence)
-        why.write_text(reason, encoding="utf-8")
+        why.write_text(reason, encoding="utf-8")  # before the signal, upon which workers read it
         if pool is not None:
             pool.interrupt()

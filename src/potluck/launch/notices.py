@@ -20,6 +20,7 @@ from potluck.words import duration
 MOST_BYTES = 1 << 20
 """The most bytes of an answer; one of Azure's lists the events of a whole set of machines."""
 TIMEOUT_S = 5.0
+"""Seconds for an answer: outside of that cloud, packets to this address may be dropped without a word."""
 FIRST_TIMEOUT_S = 125.0
 """Azure switches its service on with the first question, which may take two minutes."""
 WAIT_S = 20
@@ -142,6 +143,7 @@ def ask_aws(say: Callable[[str], None]) -> Iterator[Notice | None]:
             if (answer := ask("/latest/api/token", ttl, method="PUT")) is None:
                 yield None
                 continue
+            # Half of its time: with a token that has just ended, a notice would be missed.
             token, token_until = answer[0].strip(), time.monotonic() + TOKEN_S / 2
         headers = {"X-aws-ec2-metadata-token": token}
         answer = ask("/latest/meta-data/spot/instance-action", headers)

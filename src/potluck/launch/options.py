@@ -3,7 +3,6 @@
 Imports no torch.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,16 +114,23 @@ class HostOptions:
 class HostArgs:
     options: HostOptions
     folder: Path
-    recipe: str
-    """TOML; empty where a script is trained."""
-    command: tuple[str, ...]
-    """Command that a worker on this machine runs."""
+    table: dict[str, Any]
+    """The recipe; empty where a script is trained."""
+    script: tuple[str, ...]
+    """The script and its arguments; empty where a recipe is trained."""
+    settings: tuple[str, ...]
+    """Settings that workers on this machine take from this command line, and not from the connection."""
     workers: WorkersConfig
     resume: bool
     track: tuple[str, ...]
     """The trackers that the host reports the run to; its workers report to none."""
     base: Path | None = None
     """The folder of the base model, for workers that lack it."""
+
+    @property
+    def recipe(self) -> str:
+        """The recipe as TOML, as joiners get it; empty where a script is trained."""
+        return tomli_w.dumps(self.table)
 
 
 def host_args(options: HostOptions, arguments: Sequence[str] = ()) -> HostArgs:
@@ -134,11 +140,13 @@ def host_args(options: HostOptions, arguments: Sequence[str] = ()) -> HostArgs:
     if options.insecure and options.identity is not None:
         raise ConfigError("--identity holds a secret, and a host with --insecure has none. Leave out one of them.")
     what, threads, ranks, track = options.what, options.threads, options.ranks, options.track
+    table: dict[str, Any] = {}
+    script: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     if what.endswith(".py"):
         if not Path(what).is_file():
             raise ConfigError(f"There is no script {what}.")
-        recipe, name = "", Path(what).stem
-        command: tuple[str, ...] = (what, *arguments)
+        script, name = (what, *arguments), Path(what).stem
     else:
         text, source = find_recipe(what)
         asked = as_settings({"data.paths": options.data, "fit.track": check_trackers(track)})
@@ -148,11 +156,9 @@ def host_args(options: HostOptions, arguments: Sequence[str] = ()) -> HostArgs:
             raise ConfigError(f"{source}: name {fault}.")
         given = workers_in(table)
         threads, ranks = threads or given.threads, ranks or given.ranks
-        # Workers on this machine read what this command line says, not what comes over the connection.
         track = track or _tracked(table)
         tables = (("data", "paths"), ("model", "hf"))
-        own = as_settings({f"{a}.{b}": table[a].get(b) for a, b in tables if isinstance(table.get(a), dict)})
-        recipe, command = tomli_w.dumps(table), ("--join", json.dumps(own))
+        settings = as_settings({f"{a}.{b}": table[a].get(b) for a, b in tables if isinstance(table.get(a), dict)})
     folder = Path(options.out) if options.out else Path("runs") / name
     resume = options.resume or (options.or_resume and holds_run(folder))
     if options.out is None and not resume and not options.or_resume:
@@ -164,8 +170,9 @@ def host_args(options: HostOptions, arguments: Sequence[str] = ()) -> HostArgs:
     return HostArgs(
         options=options,
         folder=folder,
-        recipe=recipe,
-        command=command,
+        table=table,
+        script=script,
+        settings=settings,
         workers=config,
         resume=resume,
         track=check_trackers(track),

@@ -33,7 +33,8 @@ from potluck.waiting import POLL_S, wait_until
 from potluck.words import plural, say, size
 
 GRACE_S = 3.0
-"""How long the others have to end by themselves, once one has failed, before they are ended."""
+"""How long the others have to end by themselves, once one has failed, before they are ended: within a collective they
+would wait for it as long as for a slow one."""
 SETTLE_S = 0.1
 """How long a row that a program might yet go up to is no line."""
 WORKER_BYTES = 100_000_000
@@ -313,7 +314,8 @@ def pass_on(number: int, workers: Iterable[Worker]) -> None:
 
 
 def end_workers(team: list[Worker], first: signal.Signals) -> None:
-    """Ends what still runs: with the given signal, and after a second with SIGKILL."""
+    """Ends what still runs: with the given signal, and after a second with SIGKILL, which a worker that is stopped, or
+    whose script ignores signals, cannot outlive."""
     for worker in team:
         worker.signal(first)
     wait_until(lambda: not any(worker.is_alive for worker in team), 1.0)
@@ -321,7 +323,7 @@ def end_workers(team: list[Worker], first: signal.Signals) -> None:
         worker.signal(KILL)
         worker.process.wait()
         for forwarder in worker.forwarders:
-            forwarder.join(timeout=1.0)
+            forwarder.join(timeout=1.0)  # a process that the script left behind may hold its pipe open
 
 
 def check_room(workers: int) -> None:
@@ -358,8 +360,11 @@ class Team:
         return any(rank.is_alive for rank in self.ranks)
 
     def end_with_its_first(self, now: float) -> None:
-        """End the other ranks once one has failed, if they do not end by themselves."""
-        if all(rank.is_alive or rank.code == 0 for rank in self.ranks):
+        """End the other ranks once one has failed, if they do not end by themselves.
+
+        One that was asked to leave has not failed: the first may still be handing over what this worker holds.
+        """
+        if all(rank.is_alive or rank.code in (0, Interrupted.exit_code) for rank in self.ranks):
             return
         self.failed_at = self.failed_at or now
         if now - self.failed_at > GRACE_S:
@@ -422,6 +427,7 @@ class WorkerPool(StartedWorkers):
         first = number * ranks
         group = group_environment(ranks, team.request.place.with_suffix(".rendezvous"))
         group["LOCAL_WORLD_SIZE"] = str(ranks * len(self._teams))
+        # The first is told last: it would wait in the rendezvous for one that could not be started.
         for rank in range(1, ranks):
             team.ranks.append(self.start_rank(rank, team.environment | group, first=first, of=f"{number}."))
         team.request.answer(group | {"RANK": "0", "LOCAL_RANK": str(first)})

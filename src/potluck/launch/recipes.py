@@ -19,7 +19,7 @@ from potluck.finetune.ending import show_hosted, show_result
 from potluck.finetune.recipe import FinetuneConfig, train_finetune
 from potluck.finetune.settings import is_finetune
 from potluck.fleet.script import read_script
-from potluck.train.arguments import TrainArgs, ask_for_files, find_recipe
+from potluck.train.arguments import TrainArgs, ask_for_files, recipe_of, recipe_table
 from potluck.train.recipe import RecipeConfig, RunConfig, train_recipe
 from potluck.train.summary import show_summary
 from potluck.train.text import TOKENIZER, read_rows
@@ -29,8 +29,7 @@ from potluck.wire.words import clean
 def main(arguments: list[str]) -> None:
     """The launcher passes its arguments as JSON; every worker of the run gets the same."""
     args = from_dict(TrainArgs, json.loads(arguments[0]), "the arguments")
-    text, source = find_recipe(args.recipe)
-    config = read_recipe(text, source, tuple(args.settings))
+    config = config_of_kind(recipe_table(args.recipe, args.settings))
     with init(config.policy, config.strategy, **_options(config), patience_s=config.workers.patience_s) as engine:
         keeps_folder = engine.keeps_folder and args.summary != "none"
         if isinstance(config, RunConfig):
@@ -50,7 +49,7 @@ def _options(config: RecipeConfig) -> dict[str, Any]:
 def finish(arguments: list[str]) -> None:
     """Finish a run that a host has led, in its folder: make what needs libraries that only workers load."""
     run = Path(arguments[0])
-    config = read_recipe((run / "run.toml").read_text(encoding="utf-8"), str(run / "run.toml"), ())
+    config = config_of_kind(recipe_of(run))
     if isinstance(config, FinetuneConfig):
         show_hosted(run)
     elif config.data.tokenizer == "bpe":
@@ -60,9 +59,8 @@ def finish(arguments: list[str]) -> None:
         print(f"  tokenizer    {run / TOKENIZER}", flush=True)
 
 
-def read_recipe(text: str, source: str, overrides: tuple[str, ...]) -> RunConfig | FinetuneConfig:
-    """Read a recipe of either kind."""
-    table = parse_toml(text, source=source, overrides=overrides)
+def config_of_kind(table: dict[str, Any]) -> RunConfig | FinetuneConfig:
+    """Check a recipe of either kind."""
     return from_dict(FinetuneConfig, table) if is_finetune(table) else from_dict(RunConfig, table)
 
 
@@ -78,7 +76,7 @@ def join(arguments: list[str]) -> None:
                 f"This host trains a script, not a recipe. Join with your copy of it: potluck join INVITE {shown}"
             )
         try:
-            config = read_recipe(joined.recipe, "the host's recipe", settings)
+            config = config_of_kind(parse_toml(joined.recipe, source="the host's recipe", overrides=settings))
         except ConfigError as error:  # it may quote the recipe, which the host wrote
             raise ConfigError(clean(str(error))) from None
         if config.data.paths and not any(setting.startswith("data.paths=") for setting in settings):

@@ -3,19 +3,16 @@
 Nothing is written to the run folder, and the run does not notice.
 """
 
-import sys
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from potluck.errors import ConfigError
-from potluck.fleet.invite import read_invite
-from potluck.launch.join import HIDDEN, hide_invite
+from potluck.launch.join import HIDDEN, take_invite
 from potluck.page.reader import EVENTS
 from potluck.page.remote import RemoteRun
 from potluck.page.start import prepare_page, tell_of
 from potluck.page.where import PageSettings, page_address
-from potluck.system import HAS_GROUPS
 
 
 def watch(what: str, page: str | None, beside: str | None = None) -> int:
@@ -58,10 +55,6 @@ def watch(what: str, page: str | None, beside: str | None = None) -> int:
 def _remote(what: str, folder: Path) -> RemoteRun:
     if what not in (HIDDEN, "-") and "://" not in what and not Path(what).is_file():
         raise ConfigError(f"There is neither a run folder {what}, nor is that an invite, which starts with potluck://.")
-    invite = read_invite(None if what == HIDDEN else what)
-    invite.check_has_pin()
-    if HAS_GROUPS and "://" in what and what in sys.argv:
-        hide_invite(invite.line(), what)
-    remote = RemoteRun(invite, folder)
+    remote = RemoteRun(take_invite(what), folder)
     remote.start()
     return remote

@@ -37,7 +37,7 @@ from potluck.wire.words import clean
 from potluck.words import duration, plural
 
 WAIT_S = 6.0
-"""How long a process has to answer."""
+"""How long a process has to answer: where a library holds the interpreter, it never does."""
 MOST_BYTES = 8 << 20
 """The most bytes of an account."""
 MOST_STACKS = 1 << 14
@@ -72,6 +72,7 @@ class FoundProcess:
         question = f"{os.getpid()} {time.time_ns()}"
         with suppress(OSError):
             if self.is_here and state_of(self.pid) != "T" and catches(self.pid, signal.SIGQUIT):
+                # The question first: without one the process would tell its own terminal, and nobody here.
                 (self.folder / ASKED).write_text(question, encoding="utf-8")
                 os.kill(self.pid, signal.SIGQUIT)
                 self.account = {"asked": question}

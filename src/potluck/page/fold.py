@@ -5,7 +5,6 @@ was open all the time does. Events may come from a host that nobody here trusts,
 size. Knows nothing of files, of clocks, nor of who looks.
 """
 
-import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 
 from potluck.page.peaks import peak_of
 from potluck.page.series import MOST_CELLS, MOST_POINTS, Cell, Point, Series, short
-from potluck.show.sentences import Record, sentence_of
+from potluck.show.sentences import Record, sentence_of, without_figures
 
 MOST_STORY = {"workers": 150, "saves": 60, "decisions": 60, "run": 120}
 """Sentences that are kept of each group: a worker that was killed is not pushed out by a thousand decisions."""
@@ -149,8 +148,8 @@ class Fold:
         if sentence is None:
             return
         text = sentence.text[:MOST_LETTERS]
-        if kind == "decided":  # that a figure in it has moved is no news
-            if (without := re.sub(r"\d[\d.,]*", "", text)) == self._told:
+        if kind == "decided":
+            if (without := without_figures(text)) == self._told:
                 return
             self._told = without
         step: Any = record.get("step", self.last.get("step", 0))

@@ -25,6 +25,7 @@ FRAME_BYTES = 8 << 20
 MOST_BYTES = 1 << 30
 """The most bytes of a run's events: a million steps have less. And never more than a quarter of what is free."""
 PATIENCE_S = 30.0
+"""How long the host may be out of reach: after that the page says that what it shows is old."""
 ENDED = b'"event": "run_ended"'
 
 

@@ -91,7 +91,7 @@ class PageConnection(H11Protocol):
 NICE = 10
 """How far it gives way: the page may be late, and a step may not."""
 LAST_S = 0.5
-"""How long pages have to take what was the last of it."""
+"""How long pages have to take what was the last of it: without it they would show a run that never ended."""
 
 
 def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: bool) -> None:
@@ -111,7 +111,7 @@ def serve(settings: PageSettings, listener: socket.socket, *, until_input_ends: 
         log_level="error",  # what strangers send that is no request is no news, and would fill what is kept of it
         backlog=BACKLOG,
         h11_max_incomplete_event_size=16 << 10,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=1,  # a stream of updates has no end that could be waited for
         ssl_certfile=settings.identity / "cert.pem" if settings.identity else None,
         ssl_keyfile=settings.identity / "key.pem" if settings.identity else None,
     )

@@ -30,6 +30,7 @@ from potluck.waiting import wait_until
 from potluck.words import say
 
 ENDS_WITHIN_S = 2.0
+"""How long a page has to end before it is killed: a run that has ended does not wait for a browser."""
 LONGEST_ORDER = 4096
 
 
@@ -144,7 +145,7 @@ class PageProcess:
         if not wait_until(lambda: self.process.poll() is not None, ENDS_WITHIN_S):
             self.process.kill()
             self.process.wait()
-        self._thread.join(timeout=1.0)
+        self._thread.join(timeout=1.0)  # it may stand in an order, which waits for the host
         assert self.process.stdout is not None
         self.process.stdout.close()
         self._complaints.close()

@@ -1,7 +1,6 @@
 """The terminal: a live view where there is one, plain lines elsewhere. Reads events and knows nothing else."""
 
 import io
-import re
 import sys
 import time
 from collections import deque
@@ -29,9 +28,9 @@ from potluck.events import (
     WorkerStep,
     record_of,
 )
-from potluck.show.sentences import STYLES, sentence_of
+from potluck.show.sentences import STYLES, sentence_of, without_figures
 from potluck.show.small_terminal import SmallTerminal
-from potluck.words import count, duration, plural, printable
+from potluck.words import count, duration, percent, plural, printable
 
 LINE_EVERY_S = 5.0
 """Seconds between two lines without a terminal, at least."""
@@ -212,8 +211,8 @@ class Progress:
         return f", waiting {waits}" if len(workers) > 1 else ""
 
     def _say_reason(self) -> None:
-        """When something else is decided than before; that a figure in it has moved is no news."""
-        if self._decided is not None and (without := re.sub(r"\d[\d.,]*", "", self._decided.reason)) != self._told:
+        """When something else is decided than before."""
+        if self._decided is not None and (without := without_figures(self._decided.reason)) != self._told:
             self._told = without
             self.say(f"  {sentence(self._decided.reason)}", style="dim")
 
@@ -318,4 +317,4 @@ def sentence(words: str) -> str:
 
 
 def share(part: float, rest: float) -> str:
-    return f"{100 * part / max(part + rest, 1e-9):.0f} %"
+    return percent(part / max(part + rest, 1e-9))

@@ -1,5 +1,6 @@
 """Events as sentences, for the terminal and the page: what was decided, who came and went, what was saved. Pure."""
 
+import re
 from typing import Any, NamedTuple
 
 from potluck.words import duration, plural, size
@@ -26,6 +27,11 @@ def sentence_of(record: Record) -> Sentence | None:
     kind = str(record.get("event"))
     told = _SENTENCES.get(kind)
     return Sentence(kind, *told(record)) if told is not None else None
+
+
+def without_figures(reason: str) -> str:
+    """Leave out the figures of a reason: that one of them has moved is no news."""
+    return re.sub(r"\d[\d.,]*", "", reason)
 
 
 def _started(event: Record) -> tuple[str, str]:

@@ -26,6 +26,7 @@ class _MLflow:
         name = from_environment("MLFLOW_EXPERIMENT_NAME")
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+        # Kept before anything is logged: a run that is killed now is found again, and not made twice.
         own = run.keep_id(self._client.create_run(experiment, run_name=run.name).info.run_id)
         # Parameters cannot be changed afterwards: those of the beginning stay.
         params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in run.settings.items()]

@@ -21,7 +21,7 @@ from potluck.words import plural
 HANGS_S = 60.0
 """Seconds without a sign after which a person is told."""
 END_S = 20.0
-"""How long a run that has ended waits for its trackers, all together."""
+"""How long a run that has ended waits for its trackers, all together: one without a network would try for ever."""
 
 
 class Reporter:
@@ -121,7 +121,7 @@ class Tracking:
 
     def close(self) -> None:
         """Waits for what the trackers have not taken yet, a bounded time for all of them together."""
-        for reporter in self._reporters:
+        for reporter in self._reporters:  # all are told before any is waited for: the first would take the others' time
             reporter.end()
         until = time.monotonic() + END_S
         for reporter in self._reporters:

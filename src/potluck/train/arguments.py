@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from potluck.config import from_dict, parse_toml
+from potluck.config import from_dict, parse_toml, to_dict
 from potluck.environment import PATIENCE_S, check_patience
 from potluck.errors import ConfigError
 from potluck.files import write_whole
@@ -52,6 +52,15 @@ class TrainArgs:
     summary: Literal["whole", "paragraph", "none"] = "whole"
     """How much is said when the run has ended: everything, or only what the model wrote, or nothing."""
 
+    def command(self) -> list[str]:
+        """Return what launch.worker is started with."""
+        return ["--recipe", json.dumps(to_dict(self))]
+
+
+def joining_command(script: Sequence[str], settings: Sequence[str]) -> list[str]:
+    """Return what launch.worker is started with, to join a host. `settings`: in place of those of the host's recipe."""
+    return list(script) or ["--join", json.dumps(list(settings))]
+
 
 def as_settings(given: Mapping[str, str | int | Sequence[str] | None]) -> tuple[str, ...]:
     """Convert options to settings, by their names; those that were not given, to none."""
@@ -78,10 +87,21 @@ def built_in_recipes() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.toml"))}
 
 
+def recipe_table(name: str, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a recipe by its name, with these settings in place of its own."""
+    text, source = find_recipe(name)
+    return parse_toml(text, source=source, overrides=tuple(settings))
+
+
+def recipe_of(run: Path) -> dict[str, Any]:
+    """Read the recipe that a run folder keeps."""
+    place = run / "run.toml"
+    return parse_toml(place.read_text(encoding="utf-8"), source=str(place))
+
+
 def workers_of(args: TrainArgs) -> WorkersConfig:
     """How many workers it takes. Everything else in the recipe is checked by the workers."""
-    text, source = find_recipe(args.recipe)
-    return workers_in(parse_toml(text, source=source, overrides=args.settings))
+    return workers_in(recipe_table(args.recipe, args.settings))
 
 
 def workers_in(recipe: Mapping[str, Any]) -> WorkersConfig:
@@ -95,9 +115,8 @@ def write_recipe(args: TrainArgs, out: Path) -> int:
     """The recipe that the arguments come to, as a file. Returns the exit code."""
     if out.exists():
         raise ConfigError(f"{out} is there already, and is not overwritten. Remove it, or name another file.")
-    text, source = find_recipe(args.recipe)
     try:
-        write_whole(out, tomli_w.dumps(parse_toml(text, source=source, overrides=args.settings)))
+        write_whole(out, tomli_w.dumps(recipe_table(args.recipe, args.settings)))
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror}.") from None
     print(f"Wrote {out}. Train it here with: potluck train {out}\nLead it for others to join: potluck host {out}")

@@ -27,7 +27,7 @@ from potluck.save.run_folder import holds_run, name_fault
 from potluck.train.arguments import TrainArgs, WorkersConfig
 from potluck.train.model import GPT, ModelConfig, next_token_loss
 from potluck.train.sampler import Sampler, may_sample, writing
-from potluck.train.text import TOKENIZER, DataConfig, WordPieces, read_rows
+from potluck.train.text import TOKENIZER, DataConfig, read_rows
 from potluck.train.trainer import FitConfig, LossFunction, Summary, Trainer
 from potluck.words import check_at_most, count, plural, size
 
@@ -38,7 +38,7 @@ SLOWED = 3.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     name: Literal["adamw", "sgd"] = "adamw"
-    """Which optimizer it is."""
+    """The optimizer's name."""
     lr: float = 3e-4
     """The peak of the schedule."""
     weight_decay: float = 0.1
@@ -142,7 +142,7 @@ def train_recipe(config: RunConfig, args: TrainArgs, engine: Engine) -> tuple[Su
     ):
         engine.events.listeners.append(Sampler(engine, write))
     if pieces is not None and engine.keeps_folder:
-        engine.events.listeners.append(partial(_keep_pieces, pieces))
+        engine.events.listeners.append(partial(_keep_file, TOKENIZER, pieces.json))  # the model is of no use without
     return fit_recipe(config, parts, args, engine), model
 
 
@@ -198,7 +198,7 @@ def fit_recipe(config: RecipeConfig, parts: RecipeParts, args: TrainArgs, engine
         config=replace(config.fit, unit=parts.unit),
     )
     if engine.keeps_folder:
-        engine.events.listeners.append(lambda event: _keep_recipe(event, folder, config))
+        engine.events.listeners.append(partial(_keep_file, "run.toml", to_toml(config)))
     try:
         return trainer.fit(resume=args.resume)
     except Interrupted as error:
@@ -250,17 +250,11 @@ def _rows_at_once(config: RunConfig, engine: Engine, rows: int) -> int:
     return min(config.batch.micro_size or config.batch.size, -(-min(config.batch.size, rows) // parts))
 
 
-def _keep_pieces(pieces: WordPieces, event: Event) -> None:
-    """Keep the pieces beside the recipe: the model is of no use without."""
+def _keep_file(name: str, text: str, event: Event) -> None:
+    """Keep a file in the run folder once the run has really started: a resume that was refused must not change what the
+    folder says."""
     if isinstance(event, RunStarted):
-        write_whole(Path(event.folder) / TOKENIZER, pieces.json)
-
-
-def _keep_recipe(event: Event, folder: Path, config: RecipeConfig) -> None:
-    """Keep the recipe once the run has really started: a resume that was refused must not change what the folder
-    says."""
-    if isinstance(event, RunStarted):
-        write_whole(folder / "run.toml", to_toml(config))
+        write_whole(Path(event.folder) / name, text)
 
 
 def _run_folder(config: RecipeConfig, args: TrainArgs, engine: Engine) -> Path | str:

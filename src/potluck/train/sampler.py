@@ -21,7 +21,7 @@ from potluck.words import printable
 EVERY_S = 60.0
 """Seconds between two samples, at least: the others may wait for the worker that writes."""
 MOST_S = 0.25
-"""Seconds that a sample takes, at most, but for the last few tokens."""
+"""Seconds that a sample takes, at most, but for the last few tokens: all others may wait for them."""
 BEGINNING, AT_ONCE, MOST_TOKENS, MOST_SHOWN = 48, 8, 160, 400
 
 Write = Callable[[], tuple[str, str]]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from potluck.errors import CheckpointError
 from potluck.save.export import write_plain
+from potluck.show.closing import show_next, show_paths
 from potluck.show.picture import draw_losses
 from potluck.train.arguments import TrainArgs
 from potluck.train.model import GPT
@@ -50,12 +51,8 @@ def show_summary(summary: Summary, model: GPT, args: TrainArgs, *, epochs: int, 
         "weights": exported,
         "events": summary.folder / "events.jsonl",
     }
-    for name, path in rows.items():
-        if path is not None:
-            console.print(f"  {name:<12} {path}")
-    console.print("\nWhat to try next", style="bold")
-    for command, what in _next(summary.folder, args, epochs):
-        console.print(f"  {command}\n      {what}")
+    show_paths(console, rows)
+    show_next(console, _next(summary.folder, args, epochs))
 
 
 def show_paragraph(console: Console, model: GPT, folder: Path) -> None:

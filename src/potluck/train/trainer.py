@@ -424,10 +424,10 @@ class Trainer:
         trained = sum(parameter.nbytes for parameter in own if parameter.requires_grad)
         frozen = sum(parameter.nbytes for parameter in own if not parameter.requires_grad)
         check_room(self.folder, 3 * trained + (frozen if frozen <= trained else 0))  # a large base is not saved
-        stack.enter_context(hold(self.folder))
+        stack.enter_context(hold(self.folder))  # before the first line: two runs would write into one file
         file = EventFile(self.folder / "events.jsonl")
         stack.callback(file.close)
-        point_page_to(self.folder)
+        point_page_to(self.folder)  # once it is ours: the page would show the run that has it
         wanted = (*self.config.track, *(["tensorboard"] if self.config.tensorboard else []))
         tracking = Tracking(wanted, self.folder, self.folder / "events.jsonl", self.engine.notice)
         stack.callback(tracking.close)
