@@ -243,6 +243,32 @@ def test_a_host_that_paused_judges_nobodys_silence_before_it_had_time_to_read() 
     assert not core.stragglers.part_with_silent({first.peer})
 
 
+def test_a_host_that_paused_after_it_was_told_something_has_paused_as_well() -> None:
+    """Between two ticks it heard of one worker: what came of the other is read only at the tick."""
+    run = Fleet(workers=2, slice_s=1.0)
+    run.run_until(lambda: run.core.standing.version >= 5, limit_s=60)
+    core = run.core
+    first, second = core.membership.holders
+    late = run.clock.now + PATIENCE_S / 5
+    feed(core, run.clock.now + PATIENCE_S / 10, "message", second.peer, Heartbeat("w1", 0))
+    feed(core, late, "tick", {second.peer: late}, [])
+    assert first.silent_s(late) > first.lateness.silence_limit_s(late, PATIENCE_S)
+    assert not core.stragglers.part_with_silent({first.peer})
+
+
+def test_what_came_just_before_a_host_stopped_was_heard_then() -> None:
+    """It is asked about at the first tick after the stop, by a clock that has stood still meanwhile."""
+    run = Fleet(workers=2, slice_s=1.0)
+    run.run_until(lambda: run.core.standing.version >= 5, limit_s=60)
+    core, before = run.core, run.clock.now + 1
+    (first, _), stop = core.membership.holders, 10 * PATIENCE_S
+    feed(core, before, "tick", {}, [])
+    feed(core, before + stop, "tick", {first.peer: before - 0.01}, [])
+    assert core.clock == pytest.approx(before) and first.heard_at == pytest.approx(before - 0.01)
+    feed(core, before + stop + 0.1, "tick", {first.peer: before + stop / 2}, [])
+    assert first.heard_at == pytest.approx(before)
+
+
 def test_one_who_outlived_a_silence_is_given_that_much_when_it_is_back() -> None:
     members = Membership()
     member = members.add(0.0, 1, "w", "cpu", plain=False, address="there")

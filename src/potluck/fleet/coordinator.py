@@ -325,6 +325,7 @@ Heard = dict[int, float]
 
 def _tick(core: Coordinator, heard: Heard, waits_for: list[int]) -> list[Effect]:
     """`waits_for`: peers that have not taken the averages of the step before, which the next cannot replace."""
+    core.note_tick()
     for peer, at in heard.items():
         core.on_heard(core.own_time(at), peer)
     return core.on_tick() + core.stragglers.part_with_silent(set(waits_for))

@@ -42,7 +42,10 @@ class CoordinatorState:
         self.clock = 0.0
         """The run's time at the last call from outside."""
         self._ran_at: float | None = None
+        self._ticked_at: float | None = None
         self._stood_still_s = 0.0
+        self._stood_from = 0.0, 0.0
+        """When the host last stopped running, by this machine's clock and by the run's."""
         self.standing = resumed.standing or Position()
         """Where the run stands: what a restart resumes from."""
         self.previous = resumed.previous
@@ -115,14 +118,26 @@ class CoordinatorState:
         gap = now - self._ran_at if self._ran_at is not None else 0.0
         self._ran_at = now
         if gap > self.patience_s / 4:
+            self._stood_from = now - gap, self.own_time(now - gap)
             self._stood_still_s += gap
-        if gap > PAUSE * beat_s(self.patience_s):
-            self.awake_since = self.own_time(now)
         return self.own_time(now)
 
+    def note_tick(self) -> None:
+        """A tick that comes late says that this host did not run for a time. Nobody is judged by their silence before
+        what has come meanwhile is read."""
+        before, self._ticked_at = self._ticked_at, self._ran_at
+        if (
+            before is not None
+            and self._ticked_at is not None
+            and self._ticked_at - before > PAUSE * beat_s(self.patience_s)
+        ):
+            self.awake_since = self.clock
+
     def own_time(self, now: float) -> float:
-        """Convert a time of this machine's clock to the run's."""
-        return now - self._stood_still_s
+        """Convert a time of this machine's clock to the run's; of before the host stopped last, too, when a worker may
+        have been heard that was not asked about until now."""
+        stopped, at = self._stood_from
+        return max(now - self._stood_still_s, at - max(0.0, stopped - now))
 
     def skip_ahead(self) -> None:
         """The step that was being computed again counts as it is on record."""
