@@ -42,7 +42,7 @@ from potluck.fleet.effects import (
     SendCheckpoint,
 )
 from potluck.fleet.file_stream import Parcels
-from potluck.fleet.membership import Lateness, Membership, WorkerPhase
+from potluck.fleet.membership import Lateness, Membership, WorkerPhase, beat_s
 from potluck.show.sentences import sentence_of
 from potluck.wire.messages import (
     OURS,
@@ -249,8 +249,9 @@ def test_a_host_that_paused_after_it_was_told_something_has_paused_as_well() -> 
     run.run_until(lambda: run.core.standing.version >= 5, limit_s=60)
     core = run.core
     first, second = core.membership.holders
-    late = run.clock.now + PATIENCE_S / 5
-    feed(core, run.clock.now + PATIENCE_S / 10, "message", second.peer, Heartbeat("w1", 0))
+    beat, late = beat_s(PATIENCE_S), run.clock.now + 5 * beat_s(PATIENCE_S)
+    feed(core, late - 2.4 * beat, "tick", {second.peer: late - 2.4 * beat}, [])
+    feed(core, late - 1.2 * beat, "message", second.peer, Heartbeat("w1", 0))
     feed(core, late, "tick", {second.peer: late}, [])
     assert first.silent_s(late) > first.lateness.silence_limit_s(late, PATIENCE_S)
     assert not core.stragglers.part_with_silent({first.peer})
