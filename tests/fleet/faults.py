@@ -188,7 +188,7 @@ def while_means_are_handed_out(place: Path) -> None:
 
 def _die_in_a_node(method: str, place: Path, what: str) -> None:
     """At the second time that this is done with part 1."""
-    from potluck.engine.node_sums import NodeParts
+    from potluck.sums.node_sums import NodeParts
 
     call, times = getattr(NodeParts, method), itertools.count(1)
 

@@ -142,8 +142,8 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
     place = Path(folder)
     try:
         import potluck
-        from potluck.engine import slices
         from potluck.fleet import host_connector
+        from potluck.sums import slices
 
         slices.SMALL_BYTES = 1024  # so that this small model, too, has several parts
         if not options.get("shared"):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from potluck.agree.policy import ApplyPolicy, Async, Auto, Cadence, Sync
-from potluck.engine import slices
-from potluck.engine.slices import plan_parts
 from potluck.fleet.invite import Invite
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.strategy import FullShard, ShardGradOp, ShardingStrategy
+from potluck.sums import slices
+from potluck.sums.slices import plan_parts
 from tests.fleet import judges, test_fleet_turns
 from tests.fleet.fleet import EPOCHS, STEPS, Fault, Fleet, Worker, assert_same, build, start_node
 from tests.fleet.judges import Gradients, assert_close, kinds, plain, plain_run

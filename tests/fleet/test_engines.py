@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from potluck.agree.policy import ApplyPolicy, Cadence, Sync
-from potluck.engine.slices import SliceSums
+from potluck.sums.slices import SliceSums
 from tests.fleet.seeds import hurried, seeds
 from tests.fleet.simulation import HANG_S, again, simulate_engine
 from tests.fleet.virtual.engine_run import living, undisturbed

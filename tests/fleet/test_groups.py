@@ -15,11 +15,11 @@ from potluck.agree.windows import RowPool
 from potluck.engine.group_plans import SyncPlans, WindowPlans
 from potluck.engine.group_table import GroupTable
 from potluck.engine.table import RoundPlan
-from potluck.engine.window_delta import WindowDelta
 from potluck.errors import WorkerLost
 from potluck.fleet.ledger import Ledger
 from potluck.link.link import Done
 from potluck.replica.buckets import GradBuckets
+from potluck.sums.window_delta import WindowDelta
 from tests.fleet.seeds import hurried, seeds
 from tests.fleet.simulation import GROUP, HANG_S, again
 from tests.fleet.virtual.group import Faults, Group, Pace, Rank

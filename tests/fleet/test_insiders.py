@@ -754,7 +754,7 @@ def test_a_client_that_joined_in_a_loop_waits_as_it_is_told_and_then_comes_in() 
 
 SCRIPT = """
 import sys, torch, potluck
-from potluck.engine import slices
+from potluck.sums import slices
 from tests.fleet.fleet import train
 slices.SMALL_BYTES = 1024  # as the other worker
 torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import potluck
 from potluck import Async, FullShard, HybridShard, NoShard, ShardGradOp, Sync
 from potluck.agree.wire_choice import WireChoice
-from potluck.engine.means import CodedLinkMean, LinkMean
+from potluck.sums.means import CodedLinkMean, LinkMean
 from tests.parity.test_cadence import whole
 from tests.parity.test_coded_sums import make_data, make_model, plain, sum_of
 from tests.quick import first_of

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 import potluck
 from potluck import Async, Cadence, DataStore, HybridShard, NoShard, Pipeline, Stages, Sync
 from potluck.coded_numbers import CODINGS
-from potluck.engine.means import RESIDUAL, CodedLinkMean
-from potluck.engine.window_delta import WindowDelta
 from potluck.errors import ConfigError
 from potluck.link.link import GroupLink
 from potluck.replica.moments import Moments
 from potluck.replica.replica import Replica, StepConfig
+from potluck.sums.means import RESIDUAL, CodedLinkMean
+from potluck.sums.window_delta import WindowDelta
 from tests.parity.test_cadence import judge, make, whole
 from tests.parity.test_cadence import ours as ours_in_fp32
 from tests.parity.test_coded_sums import BLOCKS, rounded, rounded_to_levels

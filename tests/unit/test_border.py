@@ -8,7 +8,7 @@ from pathlib import Path
 import potluck
 from tests.unit.test_layout import FILES, GROUND, SOURCE, imports, tree_of
 
-CORE = {"wire", "agree", "link", "sharding", "stages", "store", "data", "replica", "engine", "fleet", "save"}
+CORE = {"wire", "agree", "link", "sharding", "stages", "store", "data", "replica", "sums", "engine", "fleet", "save"}
 FRONT = {"train", "finetune", "integrations", "page", "trackers", "show", "hub", "cluster", "launch", "commands"}
 TOP = {"cli", "doctor", "__init__", "composition"}
 

@@ -31,7 +31,8 @@ BELOW = {
     "page": "agree fleet show wire",
     "save": "agree fleet link sharding stages store",
     "replica": "agree data fleet link sharding stages",
-    "engine": "agree composition data fleet link replica save sharding show stages store trackers wire",
+    "sums": "fleet link replica sharding",
+    "engine": "agree composition data fleet link replica save sharding show stages store sums trackers wire",
     # The front; test_border.py says which modules of the core these are. `public` is what `from potluck import` gives.
     "train": "public data save show trackers",
     "integrations": "public data",

@@ -16,7 +16,6 @@ from torch import nn
 from potluck.agree.policy import Cadence
 from potluck.composition import Wanted
 from potluck.engine.node_listener import NodeListener
-from potluck.engine.node_sums import NodeParts
 from potluck.engine.start import hosted_engine
 from potluck.environment import RENDEZVOUS
 from potluck.errors import ConfigError, PotluckError
@@ -28,6 +27,7 @@ from potluck.link.link import connect
 from potluck.link.ranks import NODE, RANKS, Request, asked_ranks, is_later_rank, meet, ranks_here
 from potluck.replica.precision import StepConfig
 from potluck.sharding.strategy import HybridShard
+from potluck.sums.node_sums import NodeParts
 from potluck.wire.codec import encode
 from potluck.wire.messages import (
     Admitted,

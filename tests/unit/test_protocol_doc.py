@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from potluck.data.rows import mix
-from potluck.engine import slices
 from potluck.errors import TheirProtocolError
 from potluck.events import EpochDone
 from potluck.fleet import connection, description, file_stream, host_connector, lobby, transfers
@@ -21,6 +20,7 @@ from potluck.fleet.description import Description
 from potluck.fleet.membership import WorkerPhase
 from potluck.replica import model_checks, weight_hash
 from potluck.save.parts import WholeModel, optimizer_part
+from potluck.sums import slices
 from potluck.wire import codec
 from potluck.wire.messages import MESSAGES, PUBLISHED, Hello, JoinRequest, Kind, LookOn, Message, layout
 

@@ -8,12 +8,12 @@ from torch import nn
 
 from potluck.coded_numbers import CODINGS, Coding
 from potluck.coded_tensors import round_
-from potluck.engine import slices
-from potluck.engine.means import HostMean
-from potluck.engine.window_delta import AT_ONCE, WindowDelta, difference_
 from potluck.errors import ConfigError
 from potluck.link.link import Alone
 from potluck.replica.replica import Replica, StepConfig
+from potluck.sums import slices
+from potluck.sums.means import HostMean
+from potluck.sums.window_delta import AT_ONCE, WindowDelta, difference_
 
 
 def make_model(seed: int = 0) -> nn.Module:

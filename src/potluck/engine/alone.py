@@ -21,9 +21,9 @@ from potluck.devices import synchronize
 from potluck.engine.figures import WindowFigures
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan, RoundWork
-from potluck.engine.window_delta import WindowDelta
 from potluck.events import StepSkipped
 from potluck.replica.replica import Agreed, Replica
+from potluck.sums.window_delta import WindowDelta
 
 
 @dataclass(kw_only=True, slots=True)

@@ -26,12 +26,10 @@ from potluck.devices import synchronize
 from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.checkpointing import check_position, restore_position, take_position
 from potluck.engine.group_plans import SyncPlans, WindowPlans
-from potluck.engine.means import CodedLinkMean, LinkMean
 from potluck.engine.prepare import check_same_data
 from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Awaited, Outcome, RoundPlan, RoundWork, Table, Took, Waits, Works
 from potluck.engine.together import StepTogether
-from potluck.engine.window_delta import WindowDelta
 from potluck.environment import ONLY
 from potluck.errors import Interrupted, WorkerLost
 from potluck.events import EpochDone, WorkerStep
@@ -42,6 +40,8 @@ from potluck.replica.moments import Moments, are_averaged
 from potluck.replica.replica import Replica
 from potluck.save.parts import is_in_parts, whole_state
 from potluck.save.saves import Saves
+from potluck.sums.means import CodedLinkMean, LinkMean
+from potluck.sums.window_delta import WindowDelta
 from potluck.words import say
 
 NEARLY = 0.9

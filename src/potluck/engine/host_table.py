@@ -28,16 +28,12 @@ from potluck.data.rows import arrived, read_batch
 from potluck.data.source import DataSource, HeldOut
 from potluck.engine.alone import StepAlone, WindowSide
 from potluck.engine.host_holder import HostHolder
-from potluck.engine.means import HostMean
 from potluck.engine.node_listener import NodeListener
-from potluck.engine.node_sums import CollectParts, SplitGradients
 from potluck.engine.part_sender import PartSender
 from potluck.engine.prepare import check_same_data
 from potluck.engine.run_parts import RunParts
 from potluck.engine.slice_steps import SliceSteps
-from potluck.engine.slices import Gradients, WholeGradients
 from potluck.engine.table import Outcome, RoundPlan, RoundWork, Table, Took, Waits, Works, drive
-from potluck.engine.window_delta import WindowDelta
 from potluck.environment import QUIET, TAKEN_BACK, why_leaving
 from potluck.errors import ConfigError, Interrupted, PotluckError
 from potluck.events import EpochDone, Sampled, WorkerStep
@@ -54,6 +50,10 @@ from potluck.replica.moments import are_averaged
 from potluck.replica.replica import Replica
 from potluck.save.parts import saved_part, whole_state
 from potluck.signals import is_taken_back, on_interrupt
+from potluck.sums.means import HostMean
+from potluck.sums.node_sums import CollectParts, SplitGradients
+from potluck.sums.slices import Gradients, WholeGradients
+from potluck.sums.window_delta import WindowDelta
 from potluck.tensor_bytes import join_bytes, split_bytes
 from potluck.wire.messages import SliceReport, Using, Work, Wrote
 from potluck.wire.words import clean_all

@@ -15,7 +15,6 @@ from enum import IntEnum, auto
 
 import torch
 
-from potluck.engine.node_sums import NodeParts, ranges_in_part
 from potluck.errors import ConfigError, PotluckError, WorkerLost
 from potluck.fleet.client import Average, Client
 from potluck.fleet.description import Part
@@ -24,6 +23,7 @@ from potluck.fleet.host_connector import CONTROL_BYTES
 from potluck.fleet.listener import Listener, Means
 from potluck.link.link import GroupLink
 from potluck.sharding.runs import FlatRun
+from potluck.sums.node_sums import NodeParts, ranges_in_part
 from potluck.tensor_bytes import from_bytes, to_bytes
 from potluck.wire.codec import decode, encode
 from potluck.wire.messages import Message, StateChunk, Welcome

@@ -16,12 +16,12 @@ from potluck.devices import synchronize
 from potluck.engine.host_holder import HostHolder
 from potluck.engine.part_sender import PartSender
 from potluck.engine.run_parts import RunParts
-from potluck.engine.slices import Gradients, SliceSums
 from potluck.engine.table import Give, Outcome, RoundPlan, RoundWork
 from potluck.events import StepSkipped
 from potluck.fleet.description import Part
 from potluck.fleet.tree import slice_rows
 from potluck.replica.replica import Agreed, Replica
+from potluck.sums.slices import Gradients, SliceSums
 from potluck.wire.messages import SliceReport
 
 ANY_ROWS = BatchConfig(size=1 << 31)

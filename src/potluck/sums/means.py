@@ -12,7 +12,6 @@ from torch import Tensor
 
 from potluck.coded_numbers import Coding
 from potluck.coded_tensors import round_
-from potluck.engine.slices import check_float32, plan_parts
 from potluck.errors import ConfigError
 from potluck.fleet.description import Part
 from potluck.link.link import Link, Pending
@@ -23,9 +22,10 @@ from potluck.replica.outer_state import PREFIX, OuterState
 from potluck.replica.replica import Replica
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import FlatRun
+from potluck.sums.slices import check_float32, plan_parts
 
 if TYPE_CHECKING:
-    from potluck.engine.node_sums import CollectParts, NodeParts
+    from potluck.sums.node_sums import CollectParts, NodeParts
 
 FLAT_BYTES = 32 << 20
 """The size of one buffer: while one of them travels, the next is filled."""

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from potluck.coded_numbers import Coding
 from potluck.coded_tensors import round_pieces
-from potluck.engine.slices import PartSums, as_bits, check_float32, is_set, plan_parts
 from potluck.errors import ConfigError, PotluckError
 from potluck.fleet.description import Part
 from potluck.link.link import GroupLink
 from potluck.sharding.blocks import find_blocks
 from potluck.sharding.runs import ROOM, FlatRun, norms_of
+from potluck.sums.slices import PartSums, as_bits, check_float32, is_set, plan_parts
 
 if TYPE_CHECKING:
     from potluck.replica.sharded import ShardedReplica

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from potluck.engine.means import FlatBuffer, Mean
 from potluck.link.link import Alone, Link
 from potluck.replica.buckets import split_like
 from potluck.replica.buffers import SavedBuffers
 from potluck.replica.replica import Replica
 from potluck.sharding.runs import FlatRun, total_norm
+from potluck.sums.means import FlatBuffer, Mean
 
 AT_ONCE = 1 << 18
 """Numbers that a CPU compares, subtracts and adds at a time."""
