@@ -1,6 +1,7 @@
 """The command line: which commands there are, and what follows a script or an invite. Imports no torch by itself."""
 
 import difflib
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -120,6 +121,8 @@ TAKES_VALUE = {"-n", "--workers", "--threads", "--ranks", "--data", "--base", "-
 TAKES_VALUE |= {"--as", "--on", "--port", "--address", "--patience", "--at-least", "--watch", "--hours"}
 TAKES_VALUE |= {"--host", "--identity", "--track", "--page"}
 """Options of `run`, `host`, `join` and `up`, whose value may be mistaken for the script or the invite."""
+TAKES_NONE = {"-h", "--help", "--resume", "--or-resume", "--insecure", "--control", "--fetch-base", "--yield"}
+"""Their other options. Anything else before a script is the script's own, in the wrong place."""
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -128,10 +131,26 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     index = 1
     while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "-":
+        _check_option(arguments, index)
         index += 2 if arguments[index] in TAKES_VALUE else 1
     if arguments[0] in ("host", "up") and not "".join(arguments[index : index + 1]).endswith(".py"):
         return arguments, []  # a recipe has no arguments of its own, and options may follow it
     return arguments[: index + 1], arguments[index + 1 :]
+
+
+def _check_option(arguments: list[str], index: int) -> None:
+    """Refuse an option of the script's before it: its value would be taken for the script."""
+    command, word = arguments[0], arguments[index]
+    name = word.partition("=")[0].replace("_", "-")
+    if name in TAKES_VALUE | TAKES_NONE or re.fullmatch(r"-n\d+", name):
+        return
+    script = next((each for each in arguments[index:] if each.endswith(".py")), None)
+    own = script or ("SCRIPT" if command in ("run", "join") else "a script")
+    invite = "INVITE " if command == "join" else ""
+    raise ConfigError(
+        f"potluck {command} has no option {name}. If it is your script's, write it behind its name: potluck {command}"
+        f" {invite}{own} {name} ... ; potluck {command} --help lists those of potluck {command}."
+    )
 
 
 if __name__ == "__main__":

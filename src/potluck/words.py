@@ -11,8 +11,10 @@ _SECRET_VALUE = re.compile(r"potluck://|://[^/]*@")
 
 
 def say(sentence: str) -> None:
-    """Print a sentence on the terminal, beside whatever a program prints."""
-    print(f"potluck: {sentence}", file=sys.stderr, flush=True)
+    """Print a sentence on the terminal, beside whatever a program prints. A progress bar there gives way."""
+    is_terminal = sys.stderr is sys.__stderr__ and sys.stderr.isatty()  # another stream draws bars by itself
+    begin = "\r\x1b[K" if is_terminal else ""
+    print(f"{begin}potluck: {sentence}", file=sys.stderr, flush=True)
 
 
 def first_line(error: BaseException) -> str:

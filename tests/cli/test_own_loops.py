@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from potluck.events import read_events
 from potluck.page.fold import Fold
 from potluck.page.view import head_of
+from potluck.save.checkpoint_folder import best_of, found
 from potluck.show.output import read_output
 from potluck.words import duration
 from tests.cli.test_cli import children, is_alive, run, start, steps, wait_until
@@ -243,6 +245,8 @@ for epoch in fleet.epochs(args.epochs):
     if args.way == "crash" and epoch == 2:
         raise SystemExit(3)
 print("after the loop", fleet.step_number)
+if args.way in ("break", "finish", "early"):
+    print("looked", fleet.evaluate(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), (x, x[:, :1]), 10))
 """
 
 
@@ -256,6 +260,12 @@ def test_a_script_ends_the_run_for_all_with_what_follows_its_loop_and_status_0(w
     after = re.findall(r"^\[(host-worker-\d)\] after the loop (\d+)$", done.stdout, re.M)
     assert sorted(worker for worker, _ in after) == ["host-worker-0", "host-worker-1"], done.stdout
     assert 6 <= steps(folder)[-1] <= 8 and {int(step) for _, step in after} <= {6, 7, 8}
+    figures = re.findall(r"^\[host-worker-\d\] looked (\d\.\d+)$", done.stdout, re.M)
+    assert len(figures) == 2 and float(figures[0]) == pytest.approx(float(figures[1])), (done.stdout, done.stderr)
+    plain = torch.nn.Linear(4, 1)
+    plain.load_state_dict(load_file(folder / "best.safetensors"))
+    best = best_of(found(folder / "checkpoints"))
+    assert best is not None and torch.equal(plain.weight, load_file(best / "model.safetensors")["weight"])
     assert [r["reason"] for r in events(folder) if r["event"] == "run_ended"] == ["finished"]
     assert "SCRIPT" not in done.stdout and f"ends.py --epochs 50 --way {way}" in done.stdout
     kept = [(line.worker, line.text) for line in read_output(folder)]
@@ -270,7 +280,8 @@ def test_a_script_stops_the_run_for_all_to_be_resumed(tmp_path: Path) -> None:
     stopped = run(tmp_path, *order, "stop")
     told = re.search(r"Stopped after step (\d+)\..* Continue with: potluck (.+)", stopped.stderr)
     assert stopped.returncode == 130 and told and 6 <= int(told[1]) <= 8, (stopped.stdout, stopped.stderr)
-    assert told[2] == "host --out runs/ends --resume ends.py --epochs 5 --way stop"
+    options = "--workers 2 --threads 1 --at-least 2"
+    assert told[2] == f"host {options} --out runs/ends --resume ends.py --epochs 5 --way stop"
     assert "after the loop" not in stopped.stdout
     again = run(tmp_path, *told[2].replace("stop", "none").split())
     assert again.returncode == 0 and "after the loop 10" in again.stdout, (again.stdout, again.stderr)
@@ -296,6 +307,50 @@ def test_a_joiner_without_arguments_runs_the_script_with_the_hosts(tmp_path: Pat
     host.communicate(timeout=60)
     assert joiner.returncode == 0 and "epoch 1 of 2" in out and "after the loop 4" in out, (out, said)
     assert "Running ends.py --epochs 2 --way none, with the host's arguments" in said
+
+
+FIGURES = """
+import time
+import torch
+import torch.nn.functional as F
+import potluck
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+x = torch.randn(60, 4)
+fleet = potluck.init("sync")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model, optimizer, loader = fleet.prepare(model, optimizer, (x, x[:, :1]), batch_size=20)
+for epoch in fleet.epochs(8):
+    total = rows = 0
+    for a, b in loader:
+        loss = F.mse_loss(model(a), b)
+        fleet.backward(loss, samples=len(a))
+        fleet.step()
+        total, rows = total + loss.item() * len(a), rows + len(a)
+        time.sleep(0.1)
+    train = fleet.mean(total / max(1, rows), weight=rows)
+    valid = fleet.evaluate(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), (x, x[:, :1]), 10)
+    print(f"epoch {epoch}: train {train:.4f}, valid {valid:.4f}", flush=True)
+"""
+
+
+def test_a_joiner_that_leaves_shows_no_figures_that_are_not_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "figures.py").write_text(FIGURES)
+    folder = tmp_path / "runs" / "figures"
+    host = start(tmp_path, "host", "--threads", "1", "--at-least", "2", "figures.py")
+    joiner = join(tmp_path, str(wait_for_invite(folder)), "figures.py")
+    wait_until(lambda: len(steps(folder)) >= 7)
+    joiner.send_signal(signal.SIGINT)
+    out, said = joiner.communicate(timeout=60)
+    assert joiner.returncode == 130 and "Left the run after step" in said and "Traceback" not in said, (out, said)
+    host_out, error = host.communicate(timeout=60)
+    assert host.returncode == 0 and "nan" not in out + said + host_out, (out, said, host_out, error)
+
+
+def wait_for_invite(folder: Path) -> Path:
+    wait_until((folder / "invite").exists)
+    return folder / "invite"
 
 
 def test_page_terminal_and_events_of_one_run_have_the_same_figures(tmp_path: Path) -> None:

@@ -4,14 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
-from potluck.cli import _split
-from potluck.commands.host import tell_of_options
+from potluck.cli import TAKES_NONE, TAKES_VALUE, _split
+from potluck.commands.host import Host, Up
+from potluck.commands.join import Join
+from potluck.commands.train import Run, Train
+from potluck.errors import ConfigError
 from potluck.fleet.invite import Identity
 from potluck.fleet.script import HostedScript, read_script, script_table
 from potluck.launch import join as joining
 from potluck.launch.host import host
-from potluck.launch.options import HostOptions, host_args
+from potluck.launch.options import HostOptions, host_args, tell_of_options, to_resume
 
 
 def test_whatever_follows_a_hosts_script_is_the_scripts_and_a_recipe_has_options_behind_it() -> None:
@@ -22,11 +26,11 @@ def test_whatever_follows_a_hosts_script_is_the_scripts_and_a_recipe_has_options
 
 
 def test_an_option_of_the_host_behind_a_script_is_told_to_be_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_of_options("train.py", ["--epochs", "12"])
+    tell_of_options("host", HostOptions, "train.py", ["--epochs", "12"])
     assert capsys.readouterr().err == ""
-    tell_of_options("train.py", ["--lr", "1", "--or-resume"])
+    tell_of_options("host", HostOptions, "train.py", ["--lr", "1", "--or-resume"])
     assert "--or-resume goes to train.py. To give it to potluck host, write it before" in capsys.readouterr().err
-    tell_of_options("train.py", ["--patience=9"])
+    tell_of_options("host", HostOptions, "train.py", ["--patience=9"])
     assert "--patience=9 goes to train.py" in capsys.readouterr().err
 
 
@@ -83,3 +87,51 @@ def test_a_joiner_runs_with_the_hosts_arguments_unless_it_gives_its_own(
     monkeypatch.setattr(joining, "_take_part", lambda session, command, line, is_quiet: ran.append(command) or (0, []))
     assert joining.join("invite", given, joining.WorkersConfig(count=1), ()) == 0
     assert ran == [runs]
+
+
+def test_an_option_before_a_script_that_is_none_of_ours_is_refused_with_where_it_belongs() -> None:
+    for words, line in [
+        (["run", "--epochs", "3", "toy.py"], "potluck run toy.py --epochs ..."),
+        (["host", "-n", "2", "--lr=1", "toy.py"], "potluck host toy.py --lr ..."),
+        (["join", "--epochs", "3", "LINE", "toy.py"], "potluck join INVITE toy.py --epochs ..."),
+    ]:
+        with pytest.raises(ConfigError) as refused:
+            _split(words)
+        assert f"potluck {words[0]} has no option" in str(refused.value) and line in str(refused.value)
+
+
+@pytest.mark.parametrize("command", [Run, Host, Join, Up])
+def test_each_option_of_a_command_that_takes_a_script_is_known_before_it(command: type) -> None:
+    parser = tyro.extras.get_parser(command, config=(tyro.conf.FlagCreatePairsOff,))
+    for action in parser._actions:
+        for name in (each for each in action.option_strings if "_" not in each):
+            takes = action.nargs != 0
+            assert name in (TAKES_VALUE if takes else TAKES_NONE), (command, name)
+
+
+def test_options_of_run_and_join_behind_a_script_are_told_to_be_the_scripts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tell_of_options("run", Run, "toy.py", ["-n", "2"])
+    assert "-n goes to toy.py. To give it to potluck run, write it before the script." in capsys.readouterr().err
+    tell_of_options("join", Join, "toy.py", ["--yield"], before="the invite")
+    assert "To give it to potluck join, write it before the invite." in capsys.readouterr().err
+    tell_of_options("run", Run, "toy.py", ["--epochs", "2"])
+    assert not capsys.readouterr().err
+
+
+def test_a_script_given_to_train_is_told_the_commands_for_scripts() -> None:
+    with pytest.raises(ConfigError, match=r"toy.py is a script: potluck run toy.py runs it .* potluck host toy.py"):
+        Train("toy.py")()
+
+
+def test_the_line_to_continue_with_has_the_options_that_a_host_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    options = HostOptions(what="train.py", workers=2, threads=1, patience_s=9.0, insecure=True, control=True)
+    line = "--workers 2 --threads 1 --patience 9.0 --insecure --control --out runs/train --resume train.py --lr 1"
+    assert to_resume(host_args(options, ["--lr", "1"])) == f"potluck host {line}"
+    options = HostOptions(what="small", out="r", settings=["fit.epochs=2"], data=("a b",), threads=3)
+    assert to_resume(host_args(options)) == "potluck host --threads 3 --out r --resume r/run.toml"

@@ -1,7 +1,6 @@
 """`potluck host`, `potluck invite`, which makes its invite before it is started, and `potluck up`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +10,8 @@ from potluck.cluster.options import UpOptions
 from potluck.config import checked
 from potluck.environment import check_patience
 from potluck.errors import ConfigError
-from potluck.launch.options import HostOptions, host_args
+from potluck.launch.options import HostOptions, host_args, tell_of_options
 from potluck.train.arguments import as_settings
-from potluck.words import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +26,8 @@ class Host(HostOptions):
     def __call__(self, *arguments: str) -> int:
         from potluck.launch.host import host
 
-        tell_of_options(self.what, arguments)
+        tell_of_options("host", HostOptions, self.what, arguments)
         return host(host_args(self, arguments))
-
-
-def tell_of_options(script: str, arguments: Sequence[str]) -> None:
-    """Say that an option behind a script is the script's, where `potluck host` has one of that name, too."""
-    own = {"-n", *(f"--{each.name.replace('_s', '').replace('_', '-')}" for each in fields(HostOptions))}
-    taken = [word for word in arguments if word.partition("=")[0] in own]
-    if taken:
-        say(f"{taken[0]} goes to {script}. To give it to potluck host, write it before the script.")
 
 
 @dataclass
@@ -92,5 +82,6 @@ class Up(UpOptions):
         checked(lambda: check_patience("--patience", self.patience_s))
         if (self.workers is not None and self.workers < 1) or not 0 <= self.port < 1 << 16:
             raise ConfigError("--workers is at least 1, and --port below 65,536.")
+        tell_of_options("up", UpOptions, self.what, arguments)
         settings = [*self.settings, *as_settings({"data.paths": self.data})]
         return up(replace(self, arguments=arguments, settings=settings))

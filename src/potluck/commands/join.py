@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from potluck.launch.options import Count, Ranks, Repeated, Threads, option, workers_config
+from potluck.launch.options import Count, Ranks, Repeated, Threads, option, tell_of_options, workers_config
 from potluck.train.arguments import as_settings
 
 
@@ -41,6 +41,8 @@ class Join:
         from potluck.launch.absence import Hours
         from potluck.launch.join import JoinTerms, join
 
+        if arguments:
+            tell_of_options("join", Join, arguments[0], arguments[1:], before="the invite")
         config = workers_config(self.workers, self.threads, self.ranks)
         settings = as_settings({"data.paths": self.data, "model.hf": self.base})
         terms = JoinTerms(self.watch, Hours.parse(self.hours) if self.hours is not None else None, self.yields)

@@ -17,6 +17,7 @@ from potluck.launch.options import (
     Threads,
     Track,
     Workers,
+    tell_of_options,
     workers_config,
 )
 from potluck.launch.processes import launch
@@ -44,6 +45,11 @@ class Train:
     settings: Settings = field(default_factory=list)
 
     def __call__(self) -> int:
+        if self.recipe.endswith(".py"):
+            raise ConfigError(
+                f"potluck train takes a recipe, and {self.recipe} is a script: potluck run {self.recipe} runs it on"
+                f" workers of this machine, and potluck host {self.recipe} so that others can join."
+            )
         given = {"data.paths": self.data, "fit.track": check_trackers(self.track), "workers.count": self.workers}
         settings = (*self.settings, *as_settings(given))
         args = TrainArgs(recipe=self.recipe, settings=settings, out=self.out, resume=self.resume)
@@ -71,4 +77,5 @@ class Run:
     def __call__(self, *arguments: str) -> int:
         if not Path(self.script).is_file():
             raise ConfigError(f"There is no script {self.script}.")
+        tell_of_options("run", Run, self.script, arguments)
         return launch([self.script, *arguments], workers_config(self.workers, self.threads), self.only)

@@ -440,11 +440,14 @@ class HostTable(Table):
         self.member.ends_for_all = True
 
     def last_words(self) -> str:
-        saves, step = self.member.saves, self.run.progress.step_number
+        saves, step, never = self.member.saves, self.run.progress.step_number, not self.member.version
         fault = saves.failed.error if saves.failed.step > saves.kept.step else ""
         if self.member.left:
             lost = f" {fault.removesuffix('.')}, and this worker may have had the only weights." if fault else ""
-            return f"Left the run after step {step}; it continues without this worker.{lost}"
+            when = "before it had a part in it" if never else f"after step {step}"
+            return f"Left the run {when}; it continues without this worker.{lost}"
+        if never:
+            return "The host stopped the run before this worker had a part in it."
         return f"The host stopped the run after step {step}, {fault or 'and has saved it.'}"
 
     def _send_sample(self, sample: Sampled) -> None:
@@ -477,9 +480,11 @@ class HostTable(Table):
     def evaluate(self, loss_of: LossFunction, looked_at: HeldOut) -> Figures:
         """The means over a dataset, in ranges that the host hands out; they do not depend on who computes which.
 
-        Where this worker has no part in it they are no numbers: then it looks at one row, to know which there are.
+        Where this worker has no part in it since it catches up, they are no numbers: it looks at one row, to know which
+        there are. Once the run is done and its host hands out nothing more, it looks at all of them by itself.
         """
         self.join()
+        self._check_has_part("fleet.evaluate()")
         run, rows = self.run, looked_at.rows
         if not len(rows):
             return math.nan
@@ -496,7 +501,8 @@ class HostTable(Table):
                     total.add(replica.loss(loss_of, batch), batch, counts=micro.counts)
             return add_up(link.gather_bytes(total.to_bytes()))
 
-        has_part = not (self.is_replaying or self.member.left or (run.progress.stopping and self.member.is_over))
+        is_alone = self.member.is_over and run.progress.stopping
+        has_part = not (self.is_replaying or self.member.left or is_alone)
         with run.looking.in_place(), run.works.now.as_agreed(), looking(replica.model):
             found = None
             if has_part:
@@ -504,6 +510,10 @@ class HostTable(Table):
                 evaluation = drive(self.holder.evaluate(len(rows), size, sum_of))
                 if evaluation.samples:  # else this worker had no part in it
                     found = means_of(evaluation.names, evaluation.figures, evaluation.samples)
+            if found is None and is_alone and not self.member.left:
+                size = max(1, looked_at.batch_size)
+                total = add_up(sum_of(at, min(at + size, len(rows))).to_bytes() for at in range(0, len(rows), size))
+                found = means_of(total.names, total.figures, total.samples)
             if found is None:
                 one = sum_of(0, 1)
                 found = means_of(one.names, [math.nan] * len(one.figures), 1.0)
@@ -512,6 +522,7 @@ class HostTable(Table):
     def exchange(self, data: bytes) -> list[bytes]:
         """Through the host. Of a worker that is not where the others are: its own alone."""
         self.join()
+        self._check_has_part("fleet.mean() or fleet.gather()")
         own = join_bytes(self.run.link.gather_bytes(data))
         if len(own) > MOST_BYTES:
             raise ConfigError(
@@ -522,6 +533,14 @@ class HostTable(Table):
             return [each for worker in drive(self.member.gather(own)) for each in split_bytes(worker)]
         except ValueError as error:
             raise PotluckError(f"What a worker gave to all cannot be read: {error}.") from None
+
+    def _check_has_part(self, call: str) -> None:
+        """A loop of one's own would show what a worker that has left finds by itself as if it were the run's: its loop
+        ends here."""
+        run = self.run
+        is_cut = self.member.left or (run.progress.stopping and self.member.is_over and not self.finishes())
+        if is_cut and not run.loop.has_trainer:
+            raise run.interrupted(f"{self.last_words()} {call} has no part in the run any more.")
 
     def save(self, folder: Path, keep_last: int) -> None:
         """The host keeps checkpoints in its own run folder: one worker sends its state while training continues."""

@@ -48,7 +48,7 @@ from potluck.fleet.invite import INVITE, Identity, Invite, is_loopback, reachabl
 from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.script import script_table
 from potluck.fleet.server import Server
-from potluck.launch.options import HostArgs
+from potluck.launch.options import HostArgs, to_resume
 from potluck.launch.processes import Printed, WorkerPool
 from potluck.page.reader import EVENTS, NOW
 from potluck.page.start import PageProcess, start_page
@@ -512,8 +512,7 @@ class _Host:
         if fault:  # what is saved is older than what was trained
             self._say(f"{fault.removesuffix('.')}. What was trained after the newest checkpoint is lost.")
         if finish.reason == "interrupted":
-            what = f"{self.folder}/run.toml" if self.args.table else shown_arguments(self.args.script)
-            again = f" Continue with: potluck host --out {self.folder} --resume {what}" if saved else ""
+            again = f" Continue with: {to_resume(self.args)}" if saved else ""
             self._say(f"Stopped after step {step}.{saved or ' Nothing was saved.'}{again}")
             return Interrupted.exit_code
         loss = f", loss {self.loss:.4f}" if self.loss is not None else ""

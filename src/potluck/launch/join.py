@@ -178,10 +178,13 @@ class JoinSession:
         self._is_going = False
         """For good: it was said."""
         self._was_away = False
+        self._patience_place: Path | None = None
+        """Where a worker writes what its host told it, once it is in."""
 
     def run(self, command: list[str], environment: dict[str, str], folder: Path) -> int:
         """Run workers until the run is over for this machine. `folder`: for what parent and workers tell each other."""
-        why, kept = folder / "leaving", folder / "patience"
+        why, self._patience_place = folder / "leaving", folder / "patience"
+        kept = self._patience_place
         environment = environment | {LEAVING: str(why), RETURNING: str(kept)}
         with ExitStack() as stack:
             stack.enter_context(self._interrupts.handled())
@@ -207,15 +210,17 @@ class JoinSession:
     def _end(self) -> tuple[str, str] | None:
         """Why this machine goes for good, if it does: for its owner, and for the host."""
         now = time.time()
+        is_in = self._patience_place is not None and self._patience_place.exists()
+        when = "after this step" if is_in else "before it has joined"
         if self._notice is None and self._notices is not None:
             self._notice = self._notices.notice
         if self._notice is None and signal.SIGTERM in self._interrupts.heard:
             self._notice = Notice("SIGTERM", now + GRACE_S)
         if self._notice is not None:
-            sentence = f"{self._notice.sentence(now)}: leaving after this step."
+            sentence = f"{self._notice.sentence(now)}: leaving {when}."
             return sentence, f"its machine is taken back ({self._notice.source})"
         if self._interrupts.count:
-            return "Leaving after this step. Ctrl-C again leaves at once.", "asked to stop"
+            return f"Leaving {when}. Ctrl-C again leaves at once.", "asked to stop"
         return None
 
     @property

@@ -3,8 +3,9 @@
 Imports no torch.
 """
 
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from potluck.files import first_free
 from potluck.save.run_folder import holds_run, name_fault
 from potluck.trackers.known import LIBRARIES, check_trackers
 from potluck.train.arguments import WorkersConfig, as_settings, find_recipe, workers_in
+from potluck.words import say, shown_arguments
 
 
 def option(metavar: str, help: str | None = None, *, default: str | None = None, **more: Any) -> Any:
@@ -177,6 +179,41 @@ def host_args(options: HostOptions, arguments: Sequence[str] = ()) -> HostArgs:
         resume=resume,
         track=check_trackers(track),
     )
+
+
+_NAMES = {"patience_s": "patience", "settings": "set", "yields": "yield", "led": "as"}
+"""Names of options on the command line, where they differ from those of their fields."""
+
+
+def tell_of_options(command: str, options: type, script: str, arguments: Sequence[str], *, before: str = "") -> None:
+    """Say that an option behind a script is the script's, where the command has one of that name, too."""
+    names = [_NAMES.get(each.name, each.name).replace("_", "-") for each in fields(options)]
+    own = {"-n", *(f"--{name}" for name in names if name not in ("what", "script", "invite", "arguments"))}
+    taken = [word for word in arguments if word.partition("=")[0] in own]
+    if taken:
+        place = before or "the script"
+        say(f"{taken[0]} goes to {script}. To give it to potluck {command}, write it before {place}.")
+
+
+def to_resume(args: HostArgs) -> str:
+    """Write the command that continues a host's run, with the options that it had: the bits of its weights may depend
+    on them, such as --threads."""
+    options, words = args.options, ["potluck", "host"]
+    kept = ("data", "settings", "track") if args.table else ()  # run.toml has them
+    for each in fields(HostOptions):
+        value, name = getattr(options, each.name), _NAMES.get(each.name, each.name).replace("_", "-")
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if value == default or each.name in ("what", "out", "resume", "or_resume", *kept):
+            continue
+        if value is True:
+            words.append(f"--{name}")
+        elif each.name == "data":
+            words += [f"--{name}", *map(shlex.quote, value)]
+        else:
+            every = value if isinstance(value, list) else [value]
+            words += [word for item in every for word in (f"--{name}", shlex.quote(f"{item}"))]
+    what = shlex.quote(f"{args.folder}/run.toml") if args.table else shown_arguments(args.script)
+    return " ".join([*words, "--out", shlex.quote(str(args.folder)), "--resume", what])
 
 
 def _tracked(recipe: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ ourselves are killed, however, the workers see our pipe close and end too.
 import codecs
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -218,15 +219,20 @@ class StartedWorkers:
 
 
 def _forward(stream: IO[bytes], tell: Callable[[list[str], list[str]], None]) -> None:
-    """`tell` gets whole lines, and what is still drawn over."""
+    """`tell` gets whole lines, and what is still drawn over. An empty line, such as one that a bar leaves where it has
+    cleared itself away, would show the worker's name alone."""
     terminal, decoder = SmallTerminal(), codecs.getincrementaldecoder("utf-8")("replace")
     while True:
         if terminal.holds and not _has_more(stream):
-            tell(terminal.settle(), terminal.drawn)
+            tell(_with_letters(terminal.settle()), terminal.drawn)
         if not (data := os.read(stream.fileno(), 1 << 16)):
             break
-        tell(terminal.feed(decoder.decode(data)), terminal.drawn)
-    tell(terminal.close(), [])
+        tell(_with_letters(terminal.feed(decoder.decode(data))), terminal.drawn)
+    tell(_with_letters(terminal.close()), [])
+
+
+def _with_letters(lines: list[str]) -> list[str]:
+    return [line for line in lines if re.sub(r"\x1b\[[0-9;]*m", "", line).strip()]
 
 
 def _has_more(stream: IO[bytes]) -> bool:

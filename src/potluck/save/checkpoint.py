@@ -32,6 +32,7 @@ from potluck.save.checkpoint_folder import (
     MODEL,
     OPTIMIZER,
     WRITING,
+    best_loss,
     body_sha256,
     check_space,
     files_of,
@@ -43,7 +44,7 @@ from potluck.sharding.ranges import Ranges, type_name
 from potluck.sharding.stored import make_header, write_all
 from potluck.system import sync
 from potluck.tensor_bytes import buffer
-from potluck.words import check_at_least
+from potluck.words import check_at_least, say
 
 GRACE_S = 5.0
 """How long rank 0 waits for the files of the others, once it is known that one of them is gone."""
@@ -180,6 +181,11 @@ class CheckpointWriter:
     def _write(self, work: Callable[[], Path | None], on_saved: Callable[[Path], None]) -> None:
         if (place := work()) is not None:  # only once it stands may older ones go: a kill in between must leave one
             prune(self.folder, self.keep_last, place)
+            if best_loss(place) is not None:
+                from potluck.save.export import write_best  # only a run that keeps its best waits for rich
+
+                if fault := write_best(place):
+                    say(fault)
             on_saved(place)
 
     def wait(self) -> None:

@@ -25,6 +25,8 @@ AVERAGE = "outer_average"
 """Key of a parameter's average, beside the optimizer's state of it."""
 BEST = "best"
 """Key of a manifest: the validation loss, in a checkpoint that was saved because it was the best so far."""
+BEST_FILE = "best.safetensors"
+"""The model of the best checkpoint, in the run folder, as plain PyTorch and others read it."""
 BASE = "base"
 """Key of a manifest: the hash of the frozen base, which was left out, and how much that was."""
 T = TypeVar("T")

@@ -18,8 +18,10 @@ from potluck.files import publish
 from potluck.fleet.file_stream import FileStreamReceiver
 from potluck.fleet.server import OnSaved
 from potluck.save import checkpoint_folder
+from potluck.save.export import write_best
 from potluck.save.run_folder import make_private
 from potluck.system import sync
+from potluck.words import say
 
 MOST_BYTES = 1 << 44
 
@@ -87,6 +89,8 @@ class CheckpointReceiver:
             publish(aside, place)
             # After it has its name: a host that is killed in between must find a whole one.
             checkpoint_folder.prune(self.folder, keep_last, place)
+            if checkpoint_folder.best_loss(place) is not None and (fault := write_best(place)):
+                say(fault)
         except Exception as error:  # whatever it is: without an answer everybody would wait for this checkpoint
             shutil.rmtree(aside, ignore_errors=True)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

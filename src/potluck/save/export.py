@@ -3,6 +3,7 @@
 Streams block by block, so a model of any size needs no more memory than one block. Imports no torch.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,13 +55,26 @@ def write_plain(checkpoint: Path, out: Path) -> None:
     _write_model(checkpoint, checkpoint_folder.check(checkpoint), out, lambda what, total: lambda done: None)
 
 
+def write_best(checkpoint: Path) -> str:
+    """Write the model of a checkpoint that is the best so far as best.safetensors in the run folder, for programs that
+    know nothing of checkpoints. Returns why that failed, if it did: the checkpoint is whole all the same."""
+    above = checkpoint.parent
+    out = (above.parent if above.name == "checkpoints" else above) / checkpoint_folder.BEST_FILE
+    try:
+        body = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["body"]
+        _write_model(checkpoint, body, out, lambda what, total: lambda done: None, ema=None)
+    except (OSError, CheckpointError) as error:
+        return f"{out} is not the best model: {error} The checkpoint {checkpoint} has it."
+    return ""
+
+
 def _write_model(
-    path: Path, body: dict[str, Any], out: Path, begin: Begin, *, ema: bool = False, rename: Rename = str
+    path: Path, body: dict[str, Any], out: Path, begin: Begin, *, ema: bool | None = False, rename: Rename = str
 ) -> tuple[int, int]:
-    """How many tensors and numbers it has."""
+    """How many tensors and numbers it has. `ema`: None takes the average of the weights where one was kept."""
     with (
         TensorFiles(checkpoint_folder.files_of(path, body, MODEL)) as store,
-        TensorFiles(checkpoint_folder.files_of(path, body, OPTIMIZER) if ema else []) as beside,
+        TensorFiles(checkpoint_folder.files_of(path, body, OPTIMIZER) if ema is not False else []) as beside,
     ):
         store.check_whole(str(path))
         sources = {name: (store, name) for name in store.tensors}
