@@ -360,8 +360,18 @@ def test_page_terminal_and_events_of_one_run_have_the_same_figures(tmp_path: Pat
     folder = tmp_path / "runs" / "ends"
     records = events(folder)
     fold = Fold()
+    paces = {}
     for record in records:
         fold.take(record)
+        if record["event"] == "step_done":
+            paces[record["step"]] = fold.rate, (fold.left_s() or (0.0,))[0]
+    line = r"^step (\d+)/12, loss .*?, ([\d,]+) rows/s, (.+?) left"
+    lines = re.findall(line, done.stdout, re.M)
+    assert lines and int(lines[-1][0]) == 12
+    for at, speed, left in lines:  # the page's, as of the same step
+        rate, left_s = paces[int(at)]
+        assert int(speed.replace(",", "")) == pytest.approx(rate, rel=0.01, abs=1)
+        assert left in {duration(left_s + error) for error in (-0.05, 0.0, 0.05)}
     head, (began,), (ended,) = head_of(fold, {}), started(folder), [r for r in records if r["event"] == "run_ended"]
     last = [r for r in records if r["event"] == "step_done"][-1]
     told = re.search(r"Finished (\d+) steps in (.+), loss (\S+)\. Saved in \S+step-0*(\d+)\.", done.stdout)

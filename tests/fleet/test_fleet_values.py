@@ -16,8 +16,8 @@ from potluck.agree.loss_scale import most_falls
 from potluck.events import Validated, WorkerWent
 from potluck.replica.precision import StepConfig
 from potluck.save.checkpoint import CheckpointConfig
-from potluck.save.checkpoint_folder import found
-from tests.fleet.fleet import EPOCHS, STEPS, Fleet, assert_same, die
+from potluck.save.checkpoint_folder import best_of, found
+from tests.fleet.fleet import BATCH, EPOCHS, STEPS, Fleet, assert_same, build, die
 from tests.fleet.judges import plain_run
 
 pytestmark = pytest.mark.timeout(90)
@@ -154,6 +154,41 @@ def test_a_run_ends_early_for_all_and_the_host_keeps_the_best(tmp_path: Path) ->
     assert_same(fleet.workers[0].weights, fleet.workers[1].weights)
     names = [path.name for path in found(tmp_path / "checkpoints")]
     assert names == ["step-00000010", "step-00000004"]
+    fleet.close()
+
+
+VALUES = [3.0, 2.0, 2.5, 2.6, 2.7, 1.0]
+
+
+def stops_early(fleet: Any) -> torch.nn.Module:
+    """A loop of one's own, whose second epoch is its best."""
+    model, optimizer, data = build()
+    model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
+    for epoch in fleet.epochs(6):
+        for x, y in loader:
+            fleet.backward(F.cross_entropy(model(x), y), samples=len(x))
+            fleet.step()
+        fleet.keep_best(VALUES[epoch])
+        if fleet.early_stop(VALUES[epoch], patience=3):
+            break
+    return model  # type: ignore[no-any-return]
+
+
+def test_a_newcomer_in_mid_patience_counts_on_from_what_the_others_have_counted(tmp_path: Path) -> None:
+    fleet, each = Fleet(tmp_path), STEPS // EPOCHS
+    fleet.add("first", job=stops_early, hold_at=3 * each + 1, steps=5 * each)
+    fleet.wait_for_step(3 * each + 1)  # one value was no better by now
+    fleet.add("late", job=stops_early, steps=5 * each)
+    fleet.let_in("late")
+    finish = fleet.server.wait(60)
+    assert finish is not None and (finish.reason, finish.failed) == ("finished", False), fleet.describe()
+    for worker in fleet.workers:
+        worker.wait(20)
+    assert fleet.server.core.standing.version == 5 * each, "three values after the best, of which the newcomer saw two"
+    assert_same(fleet.workers[0].weights, fleet.workers[1].weights)
+    best = best_of(found(tmp_path / "checkpoints"))
+    assert best is not None and best.name == f"step-{2 * each:08d}"
+    assert (tmp_path / "best.safetensors").is_file()
     fleet.close()
 
 

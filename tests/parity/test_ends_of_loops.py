@@ -1,17 +1,19 @@
 """How a loop of one's own ends: by break, finish(), early_stop(), request_stop() and Ctrl-C; and what it keeps."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import potluck
 from potluck.errors import ConfigError, Interrupted
-from potluck.events import Validated
+from potluck.events import RunEnded, StepDone, Validated
 from potluck.save.checkpoint_folder import best_loss, best_of, found
 from tests.ranks import run_ranks
 
@@ -109,6 +111,8 @@ def early(folder: Path, policy: Any, strategy: Any, losses: list[float]) -> list
         ("sync", potluck.NoShard(), 1),
         ("sync", potluck.FullShard(), 2),
         ("cadence", potluck.NoShard(), 2),
+        ("sync", potluck.FullShard(weights=(3.0, 1.0)), 2),
+        ("sync", potluck.FullShard(weights=(1.0, 0.0)), 2),
     ],
 )
 def test_values_that_get_no_better_end_the_run_for_all_and_the_best_checkpoint_stays(
@@ -120,6 +124,99 @@ def test_values_that_get_no_better_end_the_run_for_all_and_the_best_checkpoint_s
     best = best_of(checkpoints)
     assert best is not None and best_loss(best) == 2.0 and best.name.endswith(str(3 * STEPS))
     assert checkpoints[0].name.endswith(str(5 * STEPS)), "the end is saved, too"
+    plain = make()[0]
+    plain.load_state_dict(load_file(tmp_path / "best.safetensors"))
+    fleet, model, _ = begin()
+    shutil.rmtree(checkpoints[0])
+    assert fleet.load(tmp_path) and fleet.step_number == 3 * STEPS
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def early_in_stages(folder: Path, losses: list[float]) -> list[Any]:
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    fleet = potluck.init(stages=potluck.Stages(protocol=potluck.Pipeline(micro_batch_size=2), cuts=(1,)))
+    model, optimizer, data = make()
+    model, _, loader = fleet.prepare(model, optimizer, DataLoader(TensorDataset(*data), batch_size=BATCH), loss=loss_of)
+    kept: list[bool] = []
+    with fleet:
+        for epoch in fleet.epochs(9, folder):
+            for batch in loader:
+                fleet.train(loss_of, batch)
+                fleet.step()
+            assert fleet.evaluate(loss_of, data, BATCH) > 0.0
+            kept.append(fleet.keep_best(losses[epoch] + fleet.rank))
+            if fleet.early_stop(losses[epoch] + fleet.rank, patience=2):
+                break
+    return [kept, fleet.step_number]
+
+
+def test_in_stages_the_best_is_kept_as_one_plain_model_and_the_run_ends_early_for_all(tmp_path: Path) -> None:
+    losses = [3.0, 2.0, 2.5, 2.0, 1.0]
+    assert run_ranks(2, early_in_stages, tmp_path, losses) == [[[True, True, False, False], 4 * STEPS]] * 2
+    best = best_of(found(tmp_path))
+    assert best is not None and best.name.endswith(str(2 * STEPS))
+    fleet, model, loader = begin()
+    for _ in range(2):
+        for batch in loader:
+            step(fleet, model, batch)
+    for name, value in load_file(tmp_path / "best.safetensors").items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_best_file_has_the_average_that_was_looked_at(tmp_path: Path) -> None:
+    fleet, model, loader = begin()
+    average = fleet.ema(0.9)
+    for batch in loader:
+        step(fleet, model, batch)
+    assert fleet.keep_best(1.0, tmp_path)
+    fleet.wait_for_saves()
+    with average.applied():
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    kept = load_file(tmp_path / "best.safetensors")
+    assert kept.keys() == expected.keys()
+    assert all(torch.equal(kept[name], value) for name, value in expected.items())
+    for batch in loader:
+        step(fleet, model, batch)
+    assert not fleet.keep_best(2.0, tmp_path)
+    fleet.wait_for_saves()
+    assert torch.equal(load_file(tmp_path / "best.safetensors")["0.weight"], kept["0.weight"]), "a worse one stays away"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_trainers_callback_ends_the_run_as_if_it_were_done(ranks: int, tmp_path: Path) -> None:
+    assert run_ranks(ranks, finish_in_callback, tmp_path) == [["finished", 2, None]] * ranks
+    fleet, *_ = begin()
+    assert fleet.load(tmp_path / "checkpoints") and fleet.step_number == 2
+
+
+def finish_in_callback(folder: Path) -> list[Any]:
+    fleet = potluck.init()
+    model, optimizer, data = make()
+    ends: list[str] = []
+
+    def hear(event: Any) -> None:
+        if isinstance(event, StepDone) and event.step == 1 and fleet.is_main:
+            fleet.finish()
+        if isinstance(event, RunEnded):
+            ends.append(event.reason)
+
+    with fleet:
+        trainer = potluck.Trainer(
+            model,
+            optimizer,
+            data,
+            loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+            batch_size=BATCH,
+            folder=folder,
+            callbacks=[hear],
+            engine=fleet,
+            config=potluck.FitConfig(epochs=3, progress=False),
+        )
+        summary = trainer.fit()
+    return [ends[0], fleet.step_number, summary.validation_loss]
 
 
 def test_what_was_told_so_far_is_found_again_by_a_run_that_resumes(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class _Host:
         # Whatever is emitted below comes from within the coordinator's lock: a terminal or a disk that stands still
         # there would stop every worker. So each has a thread of its own, and closes after the server has stopped.
         self._progress = Progress()
-        self.terminal = Outlet("The terminal", lambda event, at: self._progress(event), most=MOST_SHOWN)
+        self.terminal = Outlet("The terminal", lambda event, at: self._progress(event, at), most=MOST_SHOWN)
         self._file: Outlet | None = None
         stack.callback(self._close_outlets)
         self.receiver = CheckpointReceiver(

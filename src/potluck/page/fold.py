@@ -13,6 +13,7 @@ from typing import Any
 
 from potluck.page.peaks import peak_of
 from potluck.page.series import MOST_CELLS, MOST_POINTS, Cell, Point, Series, short
+from potluck.show.pace import Pace
 from potluck.show.sentences import Record, sentence_of, without_figures
 
 MOST_STORY = {"workers": 150, "saves": 60, "decisions": 60, "run": 120}
@@ -35,10 +36,6 @@ MOST_WORKERS = 4096
 MOST_LETTERS, MOST_OF_SAMPLE, MOST_OF_NAME = 2000, 20_000, 200
 MOST_ITEMS = 200
 """The most items of a list, or of a table, in what is kept of an event; and the most figures that have names."""
-RECENT = 400
-"""Steps from which the run's speed is taken."""
-SPANS = (20, 60, 200, RECENT)
-"""Numbers of last steps over which the time left is estimated; the band is from the least to the most."""
 SMOOTH = 0.3
 _COUNTS = ("steps_total", "from_step", "workers", "parameters", "flops_per_sample")
 _WORDS = ("unit", "wire", "policy", "device", "device_name")
@@ -116,8 +113,7 @@ class Fold:
     last: Record = field(default_factory=dict)
     """The last step."""
     skipped: int = 0
-    recent: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
-    """(time, step, samples) of the last steps."""
+    pace: Pace = field(default_factory=Pace)
     first_at: float | None = None
     trained_s: float = 0.0
     _begun_at: float | None = None
@@ -172,7 +168,7 @@ class Fold:
             self._drop_after(-1)
         self.run, self.ended = cut(record), None
         self._begun_at, self._begun_s = time, self.trained_s
-        self.recent.clear()
+        self.pace.clear()
 
     def _on_step(self, record: Record, time: float) -> None:
         """All of it is looked at before anything is changed: a line that is no step changes nothing."""
@@ -198,7 +194,7 @@ class Fold:
             most=loss if is_finite else float("-inf"),
             most_norm=norm if short(norm) is not None else float("-inf"),
         )
-        self.recent.append((time, record["step"], record["samples"] + 0))
+        self.pace.add(time, record["step"], record["samples"] + 0, record["seconds"])
         self._begun_at, self.trained_s = begun_at, trained_s
         self.last = cut({name: value for name, value in record.items() if name != "workers"})
         self.series.add(point)
@@ -266,7 +262,7 @@ class Fold:
         """Go back to an earlier step; also where workers were lost and the others had kept one."""
         self._drop_after(record["step"])
         self.looks = [look for look in self.looks if look[3] <= record["step"]]
-        self.recent.clear()
+        self.pace.clear()
 
     def _drop_after(self, step: int) -> None:
         self.series.drop(lambda point: point.first > step)
@@ -275,7 +271,7 @@ class Fold:
         """The time of a pause is no training, and says nothing of the run's speed."""
         if record["action"] == "resume" and record["done"]:
             self._begun_at, self._begun_s = time, self.trained_s
-            self.recent.clear()
+            self.pace.clear()
 
     def _on_ended(self, record: Record, time: float) -> None:
         _ = record["reason"] + "", record["step"] + record["seconds"] + record["time"]
@@ -306,23 +302,11 @@ class Fold:
     @property
     def rate(self) -> float | None:
         """Samples a second over the last steps."""
-        steps = list(self.recent)[-SPANS[0] :]
-        if len(steps) < 2:
-            return None
-        return sum(samples for _, _, samples in steps[1:]) / max(steps[-1][0] - steps[0][0], 1e-9)
+        return self.pace.rate
 
     def left_s(self) -> tuple[float, float, float] | None:
         """Seconds until the end, if it is known where that is: from the last steps; and the band, least and most."""
-        total = self.run.get("steps_total", 0)
-        if not total or len(self.recent) < 2 or self.ended:
-            return None
-        steps, left = list(self.recent), max(0, total - self.recent[-1][1])
-        half = len(steps) // 2
-        parts = [*(steps[-span:] for span in SPANS if span < len(steps)), steps, steps[: half + 1], steps[half:]]
-        estimates = [
-            left * (part[-1][0] - part[0][0]) / max(1, part[-1][1] - part[0][1]) for part in parts if len(part) > 1
-        ]
-        return estimates[0], min(estimates), max(estimates)
+        return None if self.ended else self.pace.left_s(self.run.get("steps_total", 0))
 
     def takes_part(self, row: WorkerRow) -> bool:
         """Tell whether a worker takes part; in a run that has ended, whether it did to the end."""

@@ -3,7 +3,6 @@
 import io
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,16 +24,17 @@ from potluck.events import (
     StepDone,
     StepSkipped,
     Validated,
+    WentBack,
     WorkerStep,
     record_of,
 )
+from potluck.show.pace import Pace
 from potluck.show.sentences import STYLES, sentence_of, without_figures
 from potluck.show.small_terminal import SmallTerminal
 from potluck.words import count, duration, percent, plural, printable
 
 LINE_EVERY_S = 5.0
 """Seconds between two lines without a terminal, at least."""
-RECENT_STEPS = 20
 MOST_DRAWN = 4
 """Rows below the table that a worker's script may draw."""
 ADDED = ("rows", "samples", "busy_s", "wait_s", "send_s")
@@ -94,18 +94,19 @@ class Progress:
         self._sums: dict[str, WorkerStep] = {}
         """What each worker did in the whole run, by its name."""
         self._skipped = 0
-        self._recent: deque[tuple[float, StepDone]] = deque(maxlen=RECENT_STEPS)
+        self._pace = Pace()
         self._line_at = -LINE_EVERY_S
         self._drawn: dict[str, list[str]] = {}
         """Rows that each worker's script draws over now, such as a progress bar."""
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event, at: float | None = None) -> None:
+        """`at`: when it was emitted, in seconds since 1970, if that is not now."""
         match event:
             case RunStarted():
                 self._start(event)
             case StepDone():
                 self._last = event
-                self._recent.append((time.perf_counter(), event))
+                self._pace.add(time.time() if at is None else at, event.step, event.samples, event.seconds)
                 self._add_up(event.workers)
                 self._show_step()
             case Decided():
@@ -123,8 +124,12 @@ class Progress:
                     self.say(f"step {event.step}: {event.in_words}")
             case CheckpointSaved() if self._live is not None:
                 pass
-            case Noticed() | Ordered():
-                pass  # the one that emits these says them too
+            case Noticed() | Ordered():  # the one that emits these says them too
+                if isinstance(event, Ordered) and event.action == "resume" and event.done:
+                    self._pace.clear()
+            case WentBack():
+                self._pace.clear()
+                self._say_event(event)
             case RunEnded():
                 self._give_back_streams()  # before the last picture, beside which nothing is drawn
                 if self._live is not None and self._sums:
@@ -169,6 +174,7 @@ class Progress:
 
     def _start(self, run: RunStarted) -> None:
         self._run = run
+        self._pace.clear()
         steps = plural(run.steps_total, "step") if run.steps_total else "steps"
         self.say(
             f"Training {count(run.parameters)} parameters on {plural(run.workers, 'worker')} ({run.device}): {steps} of"
@@ -224,11 +230,10 @@ class Progress:
             return f"step {run.from_step:,}{of_all}, computing the {'next' if run.from_step else 'first'} one"
         validation = f", {self._validation}" if self._validation else ""
         skipped = f", {self._skipped} skipped" if self._skipped else ""
-        left = f", {duration(self._left_s())} left" if run.steps_total else ""
-        return (
-            f"step {last.step:,}{of_all}, loss {last.loss:.4f}{validation}, "
-            f"{self._rate():,.0f} {run.unit}/s{left}{skipped}"
-        )
+        left_s, rate = self._pace.left_s(run.steps_total), self._pace.rate
+        left = f", {duration(left_s[0])} left" if left_s is not None else ""
+        speed = f", {rate:,.0f} {run.unit}/s" if rate is not None else ""
+        return f"step {last.step:,}{of_all}, loss {last.loss:.4f}{validation}{speed}{left}{skipped}"
 
     def _add_up(self, workers: tuple[WorkerStep, ...]) -> None:
         for new in workers:
@@ -269,22 +274,6 @@ class Progress:
                 f"{worker.samples / took:,.0f}",
             )
         return table
-
-    def _rate(self) -> float:
-        """Samples per second over the last steps."""
-        first, last = self._recent[0], self._recent[-1]
-        if len(self._recent) < 2:
-            return first[1].samples / max(first[1].seconds, 1e-9)
-        samples = sum(step.samples for _, step in list(self._recent)[1:])
-        return samples / max(last[0] - first[0], 1e-9)
-
-    def _left_s(self) -> float:
-        assert self._run is not None
-        first, last = self._recent[0], self._recent[-1]
-        each = last[1].seconds
-        if len(self._recent) > 1:
-            each = (last[0] - first[0]) / max(1, last[1].step - first[1].step)  # a short window may end no step
-        return each * (self._run.steps_total - last[1].step)
 
 
 def _table_of_stages(workers: tuple[WorkerStep, ...]) -> Table:
