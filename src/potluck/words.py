@@ -12,7 +12,8 @@ _SECRET_VALUE = re.compile(r"potluck://|://[^/]*@")
 
 def say(sentence: str) -> None:
     """Print a sentence on the terminal, beside whatever a program prints. A progress bar there gives way."""
-    is_terminal = sys.stderr is sys.__stderr__ and sys.stderr.isatty()  # another stream draws bars by itself
+    own = sys.__stderr__
+    is_terminal = own is not None and sys.stderr is own and own.isatty()  # another stream draws bars by itself
     begin = "\r\x1b[K" if is_terminal else ""
     print(f"{begin}potluck: {sentence}", file=sys.stderr, flush=True)
 

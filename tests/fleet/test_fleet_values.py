@@ -160,11 +160,14 @@ def test_a_run_ends_early_for_all_and_the_host_keeps_the_best(tmp_path: Path) ->
 VALUES = [3.0, 2.0, 2.5, 2.6, 2.7, 1.0]
 
 
-def stops_early(fleet: Any) -> torch.nn.Module:
+def stops_early(folder: Path, fleet: Any) -> torch.nn.Module:
     """A loop of one's own, whose second epoch is its best."""
     model, optimizer, data = build()
     model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
     for epoch in fleet.epochs(6):
+        place = folder / f"{os.environ['POTLUCK_NAME']}.rank"
+        if not place.exists():
+            place.write_text(f"{fleet.rank} of {fleet.world}")
         for x, y in loader:
             fleet.backward(F.cross_entropy(model(x), y), samples=len(x))
             fleet.step()
@@ -176,9 +179,9 @@ def stops_early(fleet: Any) -> torch.nn.Module:
 
 def test_a_newcomer_in_mid_patience_counts_on_from_what_the_others_have_counted(tmp_path: Path) -> None:
     fleet, each = Fleet(tmp_path), STEPS // EPOCHS
-    fleet.add("first", job=stops_early, hold_at=3 * each + 1, steps=5 * each)
+    fleet.add("first", job=partial(stops_early, tmp_path), hold_at=3 * each + 1, steps=5 * each)
     fleet.wait_for_step(3 * each + 1)  # one value was no better by now
-    fleet.add("late", job=stops_early, steps=5 * each)
+    fleet.add("late", job=partial(stops_early, tmp_path), steps=5 * each)
     fleet.let_in("late")
     finish = fleet.server.wait(60)
     assert finish is not None and (finish.reason, finish.failed) == ("finished", False), fleet.describe()
@@ -189,6 +192,8 @@ def test_a_newcomer_in_mid_patience_counts_on_from_what_the_others_have_counted(
     best = best_of(found(tmp_path / "checkpoints"))
     assert best is not None and best.name == f"step-{2 * each:08d}"
     assert (tmp_path / "best.safetensors").is_file()
+    ranks = [(tmp_path / f"{name}.rank").read_text() for name in ("first", "late")]
+    assert ranks == ["0 of 1", "1 of 2"], "a newcomer does not print as if it were alone"
     fleet.close()
 
 

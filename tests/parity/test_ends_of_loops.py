@@ -369,3 +369,27 @@ def test_what_was_left_out_is_asked_for_by_its_name() -> None:
     x, y = next(iter(loader))
     with pytest.raises(ConfigError, match=r"backward\(\) needs samples=.*samples=len\(x\)"):
         fleet.backward(F.mse_loss(model(x), y))
+
+
+def test_fleet_step_and_optimizer_step_in_one_loop_are_one_step() -> None:
+    fleet, model, loader = begin()
+    other, own, batches = begin()
+    optimizer = other.run.prepared().optimizer
+    for batch in loader:
+        step(fleet, model, batch)
+    for batch in batches:
+        step(other, own, batch)
+        optimizer.step()
+    assert other.step_number == STEPS
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), own.parameters(), strict=True))
+
+
+def test_a_second_step_in_a_loop_with_batches_of_its_own_is_refused_with_which_to_leave_out() -> None:
+    fleet = potluck.init()
+    model, optimizer, data = make()
+    model, optimizer = fleet.prepare(model, optimizer)
+    step(fleet, model, data)
+    with pytest.raises(
+        ConfigError, match=r"without a backward\(\) since the last step.* only one of fleet.step\(\) and"
+    ):
+        optimizer.step()

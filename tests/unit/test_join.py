@@ -4,19 +4,24 @@ import contextlib
 import json
 import os
 import pty
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from potluck.cli import _split
 from potluck.config import from_toml
+from potluck.engine.host_table import HostTable
 from potluck.errors import ConfigError
 from potluck.fleet.invite import INVITE
+from potluck.fleet.member_asks import MemberSaves
 from potluck.launch import recipes
-from potluck.launch.join import _says_yes
+from potluck.launch.control import Joiner
+from potluck.launch.join import JoinSession, JoinTerms, _says_yes
 from potluck.launch.join import join as join_command
 from potluck.launch.options import HostOptions, host_args
 from potluck.train import recipe, text
@@ -222,3 +227,31 @@ def test_more_text_than_memory_holds_is_refused_unread(tmp_path: Path, monkeypat
     assert text.read_text(text.DataConfig(paths=(str(large),), limit_bytes=4)) == b"some"
     monkeypatch.undo()
     assert 1 << 20 < text.free_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_joiner_that_has_not_joined_says_so_when_it_goes(tmp_path: Path) -> None:
+    def sentence(number: int) -> str:
+        session = JoinSession(WorkersConfig(count=1), JoinTerms(), Joiner, ["a"])  # type: ignore[arg-type]
+        session._patience_place = tmp_path / "patience"
+        session._interrupts._hear(number)
+        end = session._end()
+        assert end is not None
+        return end[0]
+
+    assert sentence(signal.SIGTERM).endswith("(SIGTERM): leaving before it has joined.")
+    assert sentence(signal.SIGINT) == "Leaving before it has joined. Ctrl-C again leaves at once."
+    (tmp_path / "patience").write_text("30")  # which a worker writes that its host has welcomed
+    assert sentence(signal.SIGTERM).endswith("(SIGTERM): leaving after this step.")
+    assert sentence(signal.SIGINT).startswith("Leaving after this step.")
+
+
+def test_the_last_words_of_a_joiner_that_was_still_starting_name_no_step() -> None:
+    def words(version: int, *, left: bool) -> str:
+        member = SimpleNamespace(saves=MemberSaves(), version=version, left=left)
+        run = SimpleNamespace(progress=SimpleNamespace(step_number=version))
+        return HostTable.last_words(SimpleNamespace(member=member, run=run))  # type: ignore[arg-type]
+
+    assert words(0, left=False) == "The host stopped the run before this worker had a part in it."
+    assert words(81, left=False) == "The host stopped the run after step 81, and has saved it."
+    assert words(0, left=True) == "Left the run before it had a part in it; it continues without this worker."
+    assert words(81, left=True) == "Left the run after step 81; it continues without this worker."

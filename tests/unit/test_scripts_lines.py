@@ -1,6 +1,7 @@
 """What scripts print beside the live table, as a person sees it in a terminal."""
 
 import io
+import os
 import sys
 
 import pytest
@@ -8,7 +9,9 @@ from rich.console import Console
 from tqdm import tqdm
 
 from potluck.events import RunEnded, RunStarted
+from potluck.launch.processes import _forward
 from potluck.show.progress import Progress
+from potluck.words import say
 from tests.unit.test_output import Screen
 
 
@@ -77,3 +80,22 @@ def test_what_this_process_prints_goes_above_the_table_and_a_bar_of_its_own_belo
     for text in ("epoch 1: train 0.5", "epoch 2", "after"):
         assert sum(text in line for line in shown) == 1, (text, shown)
     assert not any("1/3" in line for line in shown) and sum("3/3" in line for line in shown) == 1
+
+
+def test_a_bar_that_clears_itself_and_empty_lines_leave_no_line_with_a_name_alone() -> None:
+    told: list[str] = []
+    read, write = os.pipe()
+    os.write(write, b"\r 10%|#\r 90%|#########\r      \r\n\nafter\n\x1b[0m\n  \n")
+    os.close(write)
+    with os.fdopen(read, "rb", buffering=0) as stream:
+        _forward(stream, lambda lines, drawn: told.extend(lines))  # type: ignore[arg-type]
+    assert told == ["after"]
+
+
+def test_a_sentence_of_ours_clears_a_bar_away_that_stands_in_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "__stderr__", screen)
+    print("\r 50%|#####     | 3/6 [00:01<00:01, ?it/s]", end="", file=screen)
+    say("host-worker-0 joined.")
+    assert [line.rstrip() for line in screen.end() if line.strip()] == ["potluck: host-worker-0 joined."]

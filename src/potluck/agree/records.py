@@ -89,9 +89,10 @@ class Position:
             raise ValueError("some of its numbers are no whole numbers of at least 0")
         return cls(**numbers, left=tuple((start, end) for start, end in saved.get("left", ())))
 
-    def to_wire(self) -> str:
-        """The form of Admitted.position."""
-        return json.dumps({"step": self.version, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen})
+    def to_wire(self, others: int = 0) -> str:
+        """The form of Admitted.position. `others`: how many workers train, of which one gives its weights."""
+        where = {"step": self.version, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen}
+        return json.dumps(where | ({"others": others} if others else {}))
 
     @classmethod
     def from_wire(cls, text: str) -> Self:

@@ -384,6 +384,8 @@ class HostTable(Table):
         run = self.run
         if not self.member.has_joined:
             drive(self.member.join())
+            if others := self.member.others:  # else each newcomer would be rank 0, and print as if it were alone
+                self._place, self._places = others, others + 1
             if not run.loop.has_trainer and run.speaks and not self.member.is_over:
                 from potluck.engine.joined_view import JoinedView  # only a person who looks waits for rich
 

@@ -23,7 +23,7 @@ from potluck.engine.run_parts import RunParts
 from potluck.engine.table import Give, Outcome, RoundPlan, Table, Wait, Waits
 from potluck.errors import ConfigError, PotluckError
 from potluck.events import StepDone, StepSkipped, WorkerStep
-from potluck.replica.evaluate import STEP_TOO_EARLY, check_mean
+from potluck.replica.evaluate import STEP_TOO_EARLY, STEP_TWICE, check_mean
 from potluck.words import duration
 
 
@@ -190,7 +190,7 @@ class Round:
         run.prepared()
         if self._open is None:
             if loader is None:
-                raise ConfigError(STEP_TOO_EARLY)
+                raise ConfigError(STEP_TOO_EARLY if not run.progress.step_number else STEP_TWICE)
             return None
         work, micro = run.works.now, loader.current if loader is not None else None
         if not self._is_void and not work.is_ready(micro):

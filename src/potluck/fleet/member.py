@@ -90,6 +90,8 @@ class Member:
         """Since it joined, or joined again: the host has said that its weights are the run's, or has sent it those."""
         self.is_replaying = False
         """It has others' weights, and has computed nothing since."""
+        self.others = 0
+        """How many others train, where one of them gives this worker its weights."""
         self.evaluation: MemberEvaluation | None = None
         self.gathering: MemberGathering | None = None
         self._call = -1, -1
@@ -238,6 +240,7 @@ class Member:
         yield from self._present()
 
     def _on_admitted(self, message: Admitted) -> Waits[None]:
+        self.others = int(json.loads(message.position).get("others", 0))
         match self.phase:
             case MemberPhase.CATCHING_UP:  # from somebody else, or from the disk, and maybe of an earlier step
                 self._later.clear()

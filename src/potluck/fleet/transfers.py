@@ -83,7 +83,8 @@ class Transfers:
         member.since = step + 1
         number, self.next_number = self.next_number, self.next_number + 1
         self.under_way[number] = Transfer(number, sponsor, member.peer, step, moved_at=self.run.clock)
-        admitted = Admitted(step, 1, self.run.standing.to_wire())
+        others = len(self.run.membership.holders) if sponsor is not None else 0
+        admitted = Admitted(step, 1, self.run.standing.to_wire(others))
         return [Send(member.peer, admitted), Subscribe(member.peer, step + 1)], number
 
     # On their way

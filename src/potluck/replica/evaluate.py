@@ -21,6 +21,10 @@ STEP_TOO_EARLY = (
     "step() was called before backward(). Call fleet.backward(loss, samples=...) first, in place of loss.backward(),"
     " which tells the other workers nothing."
 )
+STEP_TWICE = (
+    "step() was called without a backward() since the last step. Call fleet.backward(loss, samples=...) before it, in"
+    " place of loss.backward(), and only one of fleet.step() and optimizer.step(): after prepare() they are the same."
+)
 
 LossFunction = Callable[[nn.Module, Any], Any]
 """Gives the mean loss over a batch's rows, or (mean loss, number of samples) where rows are not what is counted."""
