@@ -185,6 +185,20 @@ def test_the_best_file_has_the_average_that_was_looked_at(tmp_path: Path) -> Non
     assert torch.equal(load_file(tmp_path / "best.safetensors")["0.weight"], kept["0.weight"]), "a worse one stays away"
 
 
+def test_a_best_file_that_cannot_be_written_is_said_and_the_checkpoint_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet, model, loader = begin()
+    (tmp_path / "best.safetensors").mkdir()
+    for batch in loader:
+        step(fleet, model, batch)
+    assert fleet.keep_best(1.0, tmp_path)
+    fleet.wait_for_saves()
+    assert "best.safetensors is not the best model: Cannot write" in capsys.readouterr().err
+    again, _, _ = begin()
+    assert again.load(tmp_path) and again.step_number == STEPS
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_trainers_callback_ends_the_run_as_if_it_were_done(ranks: int, tmp_path: Path) -> None:
     assert run_ranks(ranks, finish_in_callback, tmp_path) == [["finished", 2, None]] * ranks
