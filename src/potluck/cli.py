@@ -144,12 +144,14 @@ def _check_option(arguments: list[str], index: int) -> None:
     name = word.partition("=")[0].replace("_", "-")
     if name in TAKES_VALUE | TAKES_NONE or re.fullmatch(r"-n\d+", name):
         return
+    near = difflib.get_close_matches(name, sorted(TAKES_VALUE | TAKES_NONE), n=1, cutoff=0.75)
+    hint = f" Did you mean {near[0]}?" if near else ""
     script = next((each for each in arguments[index:] if each.endswith(".py")), None)
     own = script or ("SCRIPT" if command in ("run", "join") else "a script")
     invite = "INVITE " if command == "join" else ""
     raise ConfigError(
-        f"potluck {command} has no option {name}. If it is your script's, write it behind its name: potluck {command}"
-        f" {invite}{own} {name} ... ; potluck {command} --help lists those of potluck {command}."
+        f"potluck {command} has no option {name}.{hint} If it is your script's, write it behind its name: potluck"
+        f" {command} {invite}{own} {name} ... ; potluck {command} --help lists those of potluck {command}."
     )
 
 

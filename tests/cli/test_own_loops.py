@@ -280,7 +280,7 @@ def test_a_script_stops_the_run_for_all_to_be_resumed(tmp_path: Path) -> None:
     stopped = run(tmp_path, *order, "stop")
     told = re.search(r"Stopped after step (\d+)\..* Continue with: potluck (.+)", stopped.stderr)
     assert stopped.returncode == 130 and told and 6 <= int(told[1]) <= 8, (stopped.stdout, stopped.stderr)
-    options = "--workers 2 --threads 1 --at-least 2"
+    options = "--workers 2 --threads 1"
     assert told[2] == f"host {options} --out runs/ends --resume ends.py --epochs 5 --way stop"
     assert "after the loop" not in stopped.stdout
     again = run(tmp_path, *told[2].replace("stop", "none").split())

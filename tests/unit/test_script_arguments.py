@@ -100,6 +100,12 @@ def test_an_option_before_a_script_that_is_none_of_ours_is_refused_with_where_it
         assert f"potluck {words[0]} has no option" in str(refused.value) and line in str(refused.value)
 
 
+def test_a_misspelt_option_is_answered_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"has no option --thredas. Did you mean --threads\? If it is your script's"):
+        _split(["run", "--thredas", "1", "toy.py"])
+
+
+@pytest.mark.filterwarnings("ignore:get_parser")
 @pytest.mark.parametrize("command", [Run, Host, Join, Up])
 def test_each_option_of_a_command_that_takes_a_script_is_known_before_it(command: type) -> None:
     parser = tyro.extras.get_parser(command, config=(tyro.conf.FlagCreatePairsOff,))
@@ -130,8 +136,8 @@ def test_the_line_to_continue_with_has_the_options_that_a_host_had(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    options = HostOptions(what="train.py", workers=2, threads=1, patience_s=9.0, insecure=True, control=True)
-    line = "--workers 2 --threads 1 --patience 9.0 --insecure --control --out runs/train --resume train.py --lr 1"
+    options = HostOptions(what="train.py", workers=2, threads=1, patience_s=9.0, insecure=True, at_least=2)
+    line = "--workers 2 --threads 1 --patience 9.0 --insecure --out runs/train --resume train.py --lr 1"
     assert to_resume(host_args(options, ["--lr", "1"])) == f"potluck host {line}"
     options = HostOptions(what="small", out="r", settings=["fit.epochs=2"], data=("a b",), threads=3)
     assert to_resume(host_args(options)) == "potluck host --threads 3 --out r --resume r/run.toml"

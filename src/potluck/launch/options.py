@@ -197,13 +197,13 @@ def tell_of_options(command: str, options: type, script: str, arguments: Sequenc
 
 def to_resume(args: HostArgs) -> str:
     """Write the command that continues a host's run, with the options that it had: the bits of its weights may depend
-    on them, such as --threads."""
+    on them, such as --threads. Not --at-least: the run has begun, and would wait for those who have left."""
     options, words = args.options, ["potluck", "host"]
     kept = ("data", "settings", "track") if args.table else ()  # run.toml has them
     for each in fields(HostOptions):
         value, name = getattr(options, each.name), _NAMES.get(each.name, each.name).replace("_", "-")
         default = each.default_factory() if callable(each.default_factory) else each.default
-        if value == default or each.name in ("what", "out", "resume", "or_resume", *kept):
+        if value == default or each.name in ("what", "out", "resume", "or_resume", "at_least", *kept):
             continue
         if value is True:
             words.append(f"--{name}")
