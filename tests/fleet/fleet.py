@@ -24,6 +24,7 @@ from torch import nn
 from potluck.data.plan import BatchConfig
 from potluck.errors import Interrupted, WorkerLost
 from potluck.events import Event
+from potluck.files import write_whole
 from potluck.fleet.coordinator import Coordinator
 from potluck.fleet.effects import StepRecord
 from potluck.fleet.invite import INVITE, Identity, Invite
@@ -179,7 +180,7 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
         else:
             model = train(fleet, on_step=on_step, epochs=options.get("epochs", EPOCHS), **what)
         fleet.wait_for_saves()
-        (place / f"{name}.skipped").write_text(str(fleet.skipped))
+        write_whole(place / f"{name}.skipped", str(fleet.skipped))
         if fleet.step_number == options.get("steps", STEPS):
             weights = whole_state(model, getattr(fleet.run.replica, "sharded", None))
             if fleet.link.rank == 0:
@@ -189,12 +190,12 @@ def _work(invite: str, folder: str, name: str, fault: Fault | None, options: dic
             wait_until((place / options["stay_until"]).exists)
         fleet.close()
     except Interrupted as error:
-        (place / f"{name}.interrupted").write_text(str(error))
+        write_whole(place / f"{name}.interrupted", str(error))
         os._exit(0)
     except BaseException as error:
         is_loss = isinstance(error, WorkerLost) or loss_of_peer(error) is not None
         kind = "lost" if is_loss and options.get("may_lose") else "error"
-        (place / f"{name}.{kind}").write_text(traceback.format_exc())
+        write_whole(place / f"{name}.{kind}", traceback.format_exc())
         os._exit(1)
     os._exit(0)
 
@@ -222,7 +223,7 @@ def die(place: Path, what: str) -> None:
 
 
 def stop(place: Path, what: str) -> None:
-    (place / f"fired-{what}").write_text(str(os.getpid()))
+    write_whole(place / f"fired-{what}", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
