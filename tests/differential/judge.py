@@ -452,7 +452,8 @@ class Group:
                 mean = mean / having if having else like
             for state in states:
                 if having:
-                    state[key] = mean.round() if key == "step" else mean.clone()
+                    # Where a half goes must not depend on the order of a sum.
+                    state[key] = mean.round(decimals=4).round() if key == "step" else mean.clone()
 
 
 def trained(replica: Replica) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from itertools import chain, repeat
+from itertools import chain, permutations, repeat
 from typing import Any
 from unittest import mock
 
@@ -167,7 +167,7 @@ def average_moments(replicas: Any, optimizers: Any, weights: list[float]) -> Non
             values = [own[key] for own in states]
             mean = sum(weight * value for weight, value in zip(weights, values, strict=True))
             for own in states:
-                own[key] = mean.round() if key == "step" else mean.clone()
+                own[key] = mean.round(decimals=4).round() if key == "step" else mean.clone()
 
 
 @pytest.mark.parametrize(
@@ -261,3 +261,24 @@ def test_moments_are_those_of_the_state_that_was_loaded_last() -> None:
     moments.flats[1].neg_()
     moments.take()
     assert not optimizer.state[parameter]["exp_avg_sq"].any()  # a root is taken of it
+
+
+@pytest.mark.parametrize(("steps", "want"), [((2, 3, 2), 2), ((3, 4, 3), 4), ((2, 1, 2), 2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # over a link, and from a host
+def test_half_a_step_is_rounded_alike_in_whatever_order_ranks_add_up(
+    steps: tuple[int, ...], want: int, dtype: torch.dtype
+) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = OPTIMIZERS["adamw"]([parameter])
+    moments = Moments(optimizer, {id(parameter): "p"}, [[FlatRun(parameter, Span("p", (3,), 0, 3))]])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    for order in permutations(zip((1 / 3, 1 / 2, 1 / 6), steps, strict=True)):
+        total = torch.zeros_like(moments.counts, dtype=dtype)
+        for weight, done in order:
+            optimizer.state[parameter]["step"].fill_(done)
+            moments.fill(weight)
+            total += moments.counts.to(dtype)
+        moments.counts.copy_(total)
+        moments.take()
+        assert float(optimizer.state[parameter]["step"]) == want

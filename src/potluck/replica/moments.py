@@ -185,7 +185,7 @@ class Moments:
         for parameter in self._stepped():
             kept = self._state.get(parameter) or begun.get(id(parameter), {})
             for key, value in counted.get(id(parameter), {}).items():
-                kept[key] = _like(kept.get(key, self._like[key]), round(value) if key == "step" else value)
+                kept[key] = _like(kept.get(key, self._like[key]), _rounded(value) if key == "step" else value)
             if kept:
                 self._state[parameter] = kept
 
@@ -259,6 +259,12 @@ def _flat(parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], allocate: All
         return allocate(sum(own.numel() for _, own in parameters), first)
     dtype = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
     return torch.zeros(sum(own.numel() for _, own in parameters), dtype=dtype, device=first.device)
+
+
+def _rounded(mean: float) -> float:
+    """Rounds a mean of steps. Ranks that hold parts of one parameter may add up in another order: the last digit of a
+    sum, which is that order's, must not decide where a half goes."""
+    return round(round(mean, 4))
 
 
 def _like(kept: Any, value: float) -> Any:
