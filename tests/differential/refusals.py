@@ -39,7 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     r"A batch of \d+ does not fit \d+ workers": ("shares",),
     r"The DataLoader gives no batch": ("drop-last",),
     r"The scheduler OneCycleLR does not go beyond step 40 of the run": ("OneCycleLR",),
-    r"fit\.ema, follows what each rank's optimizer steps": ("ema",),
+    r"fleet\.ema\(\), and a Trainer's fit\.ema, follows what each rank's optimizer steps": ("ema",),
     r"(Cadence|Async) averages replicas, and there is only one": ("Cadence", "Async"),
     r"The schedule zero-bubble cuts backwards in two, of which a split stage": ("zero-bubble",),
     r"Stages that meet in a store have no process group": ("DataStore",),

@@ -406,6 +406,9 @@ FOUND = {
     "an average leaves frozen weights as they are": Case(
         model="vectors/4/mlp,mlp/frozen", habits=("clamp", "ema"), legs=(Leg(world=2, strategy="ShardGradOp()"),)
     ),
+    "an average of weights that one rank steps whole is refused": Case(
+        optimizer="Signs(lr=0.01)", habits=("ema",), legs=(Leg(strategy="FullShard()"),)
+    ),
     "what blocks hand on in a dataclass is rounded to bf16 as all else under FullShard": Case(
         model="tokens/8/complex,attention/structs",
         dtype="float32",
