@@ -32,6 +32,11 @@ def test_an_option_of_the_host_behind_a_script_is_told_to_be_the_scripts(capsys:
     assert "--or-resume goes to train.py. To give it to potluck host, write it before" in capsys.readouterr().err
     tell_of_options("host", HostOptions, "train.py", ["--patience=9"])
     assert "--patience=9 goes to train.py" in capsys.readouterr().err
+    given = HostOptions(what="train.py", out="here", workers=2)
+    tell_of_options("host", given, "train.py", ["--out", "there", "-n", "3"])
+    assert capsys.readouterr().err == ""  # the host has its own
+    tell_of_options("host", given, "train.py", ["--out", "there", "--patience", "3"])
+    assert "--patience goes to train.py" in capsys.readouterr().err
 
 
 def test_the_line_to_paste_has_the_script_and_its_arguments_and_no_secret(

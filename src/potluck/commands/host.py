@@ -26,7 +26,7 @@ class Host(HostOptions):
     def __call__(self, *arguments: str) -> int:
         from potluck.launch.host import host
 
-        tell_of_options("host", HostOptions, self.what, arguments)
+        tell_of_options("host", self, self.what, arguments)
         return host(host_args(self, arguments))
 
 
@@ -82,6 +82,6 @@ class Up(UpOptions):
         checked(lambda: check_patience("--patience", self.patience_s))
         if (self.workers is not None and self.workers < 1) or not 0 <= self.port < 1 << 16:
             raise ConfigError("--workers is at least 1, and --port below 65,536.")
-        tell_of_options("up", UpOptions, self.what, arguments)
+        tell_of_options("up", self, self.what, arguments)
         settings = [*self.settings, *as_settings({"data.paths": self.data})]
         return up(replace(self, arguments=arguments, settings=settings))

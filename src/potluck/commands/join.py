@@ -42,7 +42,7 @@ class Join:
         from potluck.launch.join import JoinTerms, join
 
         if arguments:
-            tell_of_options("join", Join, arguments[0], arguments[1:], before="the invite")
+            tell_of_options("join", self, arguments[0], arguments[1:], before="the invite")
         config = workers_config(self.workers, self.threads, self.ranks)
         settings = as_settings({"data.paths": self.data, "model.hf": self.base})
         terms = JoinTerms(self.watch, Hours.parse(self.hours) if self.hours is not None else None, self.yields)

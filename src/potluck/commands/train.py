@@ -77,5 +77,5 @@ class Run:
     def __call__(self, *arguments: str) -> int:
         if not Path(self.script).is_file():
             raise ConfigError(f"There is no script {self.script}.")
-        tell_of_options("run", Run, self.script, arguments)
+        tell_of_options("run", self, self.script, arguments)
         return launch([self.script, *arguments], workers_config(self.workers, self.threads), self.only)

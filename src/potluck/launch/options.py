@@ -5,7 +5,7 @@ Imports no torch.
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -185,14 +185,22 @@ _NAMES = {"patience_s": "patience", "settings": "set", "yields": "yield", "led":
 """Names of options on the command line, where they differ from those of their fields."""
 
 
-def tell_of_options(command: str, options: type, script: str, arguments: Sequence[str], *, before: str = "") -> None:
-    """Say that an option behind a script is the script's, where the command has one of that name, too."""
-    names = [_NAMES.get(each.name, each.name).replace("_", "-") for each in fields(options)]
-    own = {"-n", *(f"--{name}" for name in names if name not in ("what", "script", "invite", "arguments"))}
+def tell_of_options(command: str, options: Any, script: str, arguments: Sequence[str], *, before: str = "") -> None:
+    """Say that an option behind a script is the script's, where the command has one of that name, too. `options`: the
+    command as it was given, or its class; one that it was given itself is no mistake."""
+    left_out = [each for each in fields(options) if isinstance(options, type) or not _is_given(options, each)]
+    names = [_NAMES.get(each.name, each.name).replace("_", "-") for each in left_out]
+    own = {f"--{name}" for name in names if name not in ("what", "script", "invite", "arguments")}
+    own |= {"-n"} if "workers" in names else set()
     taken = [word for word in arguments if word.partition("=")[0] in own]
     if taken:
         place = before or "the script"
         say(f"{taken[0]} goes to {script}. To give it to potluck {command}, write it before {place}.")
+
+
+def _is_given(options: Any, named: Field[Any]) -> bool:
+    default = named.default_factory() if callable(named.default_factory) else named.default
+    return bool(getattr(options, named.name) != default)
 
 
 def to_resume(args: HostArgs) -> str:
@@ -202,8 +210,7 @@ def to_resume(args: HostArgs) -> str:
     kept = ("data", "settings", "track") if args.table else ()  # run.toml has them
     for each in fields(HostOptions):
         value, name = getattr(options, each.name), _NAMES.get(each.name, each.name).replace("_", "-")
-        default = each.default_factory() if callable(each.default_factory) else each.default
-        if value == default or each.name in ("what", "out", "resume", "or_resume", "at_least", *kept):
+        if not _is_given(options, each) or each.name in ("what", "out", "resume", "or_resume", "at_least", *kept):
             continue
         if value is True:
             words.append(f"--{name}")
