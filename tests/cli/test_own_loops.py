@@ -388,3 +388,37 @@ def test_page_terminal_and_events_of_one_run_have_the_same_figures(tmp_path: Pat
     proofs = [r["sentence"] for r in records if r["event"] == "epoch_done"]
     assert len(proofs) == 6 == head["epochs"][0] == head["epochs"][1] and all(each in done.stdout for each in proofs)
     assert head["left"] is None and head["ended"]["step"] == 12
+
+
+LATE = """
+import os, threading, time
+if os.environ["POTLUCK_NAME"] == "host-worker-1" and "unheard" == WHEN:
+    threading.Event().wait()
+import torch, potluck
+fleet = potluck.init("sync")
+if os.environ["POTLUCK_NAME"] == "host-worker-1":
+    open("in", "w").close()
+    threading.Event().wait()
+while "greeted" == WHEN and not os.path.exists("in"):
+    time.sleep(0.01)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = fleet.prepare(model, optimizer, (torch.ones(8, 4), torch.ones(8, 1)), batch_size=4)
+for epoch in fleet.epochs(1):
+    for a, b in loader:
+        fleet.backward((model(a) - b).square().mean(), samples=len(a))
+        fleet.step()
+print("trained")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["unheard", "greeted"])
+def test_a_run_that_ends_waits_for_no_worker_of_its_own_that_comes_too_late(when: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(LATE.replace("WHEN", f'"{when}"'))
+    done = run(tmp_path, "host", "-n", "2", "--threads", "1", "--page", "off", "own.py")
+    assert done.returncode == 0 and "Finished 2 steps" in done.stdout and "trained" in done.stdout, done
+    assert "what follows their loops" not in done.stderr and "has not gone" not in done.stdout + done.stderr, done
+    went = {r["name"]: r["reason"] for r in events(tmp_path / "runs" / "own") if r["event"] == "worker_went"}
+    late = {"host-worker-1": "the run was over before it had built its model"} if when == "greeted" else {}
+    assert went == {"host-worker-0": "finished"} | late

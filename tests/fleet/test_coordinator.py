@@ -1186,6 +1186,17 @@ def test_a_newcomer_that_was_given_all_before_its_sponsor_left_is_not_sent_it_ag
     assert faults.fired == ["leave w0"]
 
 
+def test_one_that_still_builds_its_model_at_the_end_is_told_and_not_waited_for() -> None:
+    core, _ = in_phase(WorkerPhase.READY)
+    for each in list(core.membership.members):
+        core.at(2.0).on_closed(each, "gone")
+    core.at(3.0).on_message(9, hello("late"))
+    effects = core.at(4.0).ending.request_stop()
+    told = [effect for effect in effects if isinstance(effect, Send | Close) and effect.peer == 9]
+    assert isinstance(told[0], Send) and told[0].message == Shutdown() and isinstance(told[1], Close)
+    assert not core.membership.members and Finish("interrupted") in effects
+
+
 def test_the_run_has_ended_for_those_who_come_later() -> None:
     run = Fleet(workers=1).finish()
     late = run.add("late")

@@ -251,7 +251,7 @@ def test_the_last_words_of_a_joiner_that_was_still_starting_name_no_step() -> No
         run = SimpleNamespace(progress=SimpleNamespace(step_number=version))
         return HostTable.last_words(SimpleNamespace(member=member, run=run))  # type: ignore[arg-type]
 
-    assert words(0, left=False) == "The host stopped the run before this worker had a part in it."
+    assert words(0, left=False) == "The run ended before this worker had a part in it."
     assert words(81, left=False) == "The host stopped the run after step 81, and has saved it."
     assert words(0, left=True) == "Left the run before it had a part in it; it continues without this worker."
     assert words(81, left=True) == "Left the run after step 81; it continues without this worker."

@@ -449,7 +449,7 @@ class HostTable(Table):
             when = "before it had a part in it" if never else f"after step {step}"
             return f"Left the run {when}; it continues without this worker.{lost}"
         if never:
-            return "The host stopped the run before this worker had a part in it."
+            return "The run ended before this worker had a part in it."
         return f"The host stopped the run after step {step}, {fault or 'and has saved it.'}"
 
     def _send_sample(self, sample: Sampled) -> None:

@@ -13,7 +13,7 @@ from potluck.agree.records import Position
 from potluck.events import Stalled, WorkerCame
 from potluck.fleet.description import Description
 from potluck.fleet.effects import Close, Effect, Emit, Send
-from potluck.fleet.membership import PAUSE, Membership, WorkerRecord, beat_s
+from potluck.fleet.membership import PAUSE, Membership, WorkerPhase, WorkerRecord, beat_s
 from potluck.wire.messages import LET_GO, Refusal, Shutdown
 
 
@@ -177,13 +177,18 @@ class CoordinatorState:
         return [*told, *self.close(peer, sentence or kind)]
 
     def shut(self, member: WorkerRecord) -> list[Effect]:
-        """Sends Shutdown: the run is over for this worker, which has `patience` to go."""
+        """Sends Shutdown: the run is over for this worker, which has `patience` to go.
+
+        One that still builds its model has nothing to hand over, and may not listen for long: it is not waited for."""
         member.leaving = True
         member.shut_at = self.clock if member.shut_at is None else member.shut_at
         if member.let_go and not self.finished and not member.plain:
             sentence = "A person let this worker go. The run continues without it."
             return [Send(member.peer, Refusal(LET_GO, sentence))]
-        return [Send(member.peer, Shutdown()), *([Close(member.peer, "the run is over")] if member.plain else [])]
+        told = [Send(member.peer, Shutdown()), *([Close(member.peer, "the run is over")] if member.plain else [])]
+        if self.finished and not member.plain and member.phase is WorkerPhase.GREETED:
+            return [*told, *self.close(member.peer, "the run was over before it had built its model")]
+        return told
 
 
 def stalled(member: WorkerRecord, doing: str, seconds: float = 0.0, *, then: str = "", stack: str = "") -> Emit:

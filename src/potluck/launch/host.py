@@ -132,6 +132,8 @@ class _Host:
         self._step_at = time.monotonic()
         self._bytes_before = self._read_bytes_before() if args.resume else {}
         self._has_started = False
+        self._have_come: set[str] = set()
+        """Names of all who have ever taken part."""
         self._deserted_at: float | None = None
         """Since when there is no worker; infinity: that was said."""
         self._told_now_at = -NOW_S
@@ -177,7 +179,10 @@ class _Host:
         return self._summarize(finish)
 
     def _await_scripts(self, pool: WorkerPool, finish: Finish) -> None:
-        """A script may do something after its loop, for as long as that takes."""
+        """A script may do something after its loop, for as long as that takes. Those that came too late for the run
+        would look for its host instead."""
+        if finish.reason == "finished":
+            pool.end_all_but(self._have_come)
         if wait_until(lambda: not pool.is_alive, LEAVE_S) or self.args.table or finish.reason != "finished":
             return
         self._say("The run is done, and scripts on this machine still do what follows their loops. Ctrl-C ends them.")
@@ -421,6 +426,8 @@ class _Host:
     def _on_event(self, event: Event) -> None:
         match event:
             case WorkerCame() | WorkerWent():
+                if isinstance(event, WorkerCame):
+                    self._have_come.add(event.name)
                 members = self.server.core.membership
                 far = [m for m in members.ready if not m.name.startswith(LOCAL)]
                 self.journal.keep("workers", str(len(far)))

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -440,6 +440,11 @@ class WorkerPool(StartedWorkers):
 
     def interrupt(self) -> None:
         pass_on(signal.SIGINT, self.ranks)
+
+    def end_all_but(self, names: Collection[str]) -> None:
+        """End the workers that have none of these names."""
+        others = [team for team in self._teams if team.environment["POTLUCK_NAME"] not in names]
+        end_workers([rank for team in others for rank in team.ranks], signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill all workers at once, whatever they do: others are given their work."""
