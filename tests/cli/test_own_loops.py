@@ -390,6 +390,33 @@ def test_page_terminal_and_events_of_one_run_have_the_same_figures(tmp_path: Pat
     assert head["left"] is None and head["ended"]["step"] == 12
 
 
+@pytest.mark.parametrize(
+    ("text", "workers", "ended"),
+    [
+        ("x = 3", 1, "The worker on this machine has ended without joining: the script came to its end and never"),
+        ("import potlukc", 2, "Both workers on this machine have ended without joining (exit code 1), and"),
+        ("x = (3]", 1, "The worker on this machine has ended without joining (exit code 1), and"),
+    ],
+)
+def test_a_host_whose_workers_have_all_ended_without_joining_says_so_and_waits_for_others(
+    text: str, workers: int, ended: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(text)
+    host = start(tmp_path, "host", "-n", str(workers), "--threads", "1", "--page", "off", "own.py")
+    said = host.stderr
+    assert said is not None
+    lines = []
+    while "Ctrl-C ends it." not in (line := said.readline()):
+        assert line, lines
+        lines.append(line)
+    assert line.startswith(f"potluck: {ended}")
+    assert "until one joins: potluck join runs/own/invite own.py. Ctrl-C ends it." in line
+    assert sum("x = (3]" in each for each in lines) == (text == "x = (3]"), "a traceback is shown once"
+    host.send_signal(signal.SIGINT)
+    _, error = host.communicate(timeout=60)
+    assert host.returncode == 130 and "Stopped after step 0" in error, error
+
+
 LATE = """
 import os, threading, time
 if os.environ["POTLUCK_NAME"] == "host-worker-1" and "unheard" == WHEN:

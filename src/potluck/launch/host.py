@@ -49,7 +49,7 @@ from potluck.fleet.journal import Journal, set_aside
 from potluck.fleet.script import script_table
 from potluck.fleet.server import Server
 from potluck.launch.options import HostArgs, to_resume
-from potluck.launch.processes import Printed, WorkerPool
+from potluck.launch.processes import Printed, Worker, WorkerPool, tell_all_ended
 from potluck.page.reader import EVENTS, NOW
 from potluck.page.start import PageProcess, start_page
 from potluck.page.where import PageSettings, page_address
@@ -202,6 +202,8 @@ class _Host:
 
     def _watch(self, pool: WorkerPool) -> Finish:
         """Watch until the run is over, or nobody can take part in it."""
+        ended: list[Worker] = []
+        first_id = self.server.core.membership.next_id
         while True:
             self._tell_now()
             self._tell_if_deserted()
@@ -211,10 +213,23 @@ class _Host:
             if self.interrupts.count > 1:
                 return Finish("interrupted")
             for worker, sentence in pool.news():
+                ended.append(worker)
                 if worker.code == ConfigError.exit_code and not self.server.core.membership.members:
                     return Finish(sentence, failed=True)  # the last words say it
                 if sentence:
                     self.terminal.call(partial(self._progress.say, f"potluck: {sentence}", style="yellow"))
+            if len(ended) == self.options.workers:
+                self._tell_if_none_began(ended, has_joined=self.server.core.membership.next_id > first_id)
+
+    def _tell_if_none_began(self, ended: list[Worker], *, has_joined: bool) -> None:
+        """Say once that all of this machine's workers have ended before the run began, and what it waits for."""
+        if not ended or self._has_started or self._deserted_at is not None or self.server.core.membership.members:
+            return
+        self._deserted_at = math.inf
+        self._notice(
+            f"{tell_all_ended(ended, has_joined=has_joined)}, and nobody else is in. The run waits, for as long as it"
+            f" takes, {self._until_one_joins()}"
+        )
 
     def _tell_if_deserted(self) -> None:
         """Say once what a host waits for that has had workers and has none."""
@@ -224,11 +239,15 @@ class _Host:
             self._deserted_at = time.monotonic()
         if self._deserted_at is not None and time.monotonic() > self._deserted_at + DESERTED_S:
             self._deserted_at = math.inf
-            script = "" if self.args.table else f" {shown_arguments(self.args.script)}"
             self._notice(
                 f"No worker is left after step {self.server.core.steps_done:,}. The run waits, for as long as it takes,"
-                f" until one joins: potluck join {self.folder / 'invite'}{script}. Ctrl-C saves and ends it."
+                f" {self._until_one_joins()}"
             )
+
+    def _until_one_joins(self) -> str:
+        script = "" if self.args.table else f" {shown_arguments(self.args.script)}"
+        ends = "saves and ends it" if self._has_started else "ends it"
+        return f"until one joins: potluck join {self.folder / 'invite'}{script}. Ctrl-C {ends}."
 
     def _start_page(self) -> PageProcess | None:
         """Start the page, which shows what is in the run folder, and passes on what a person orders, if that is

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -449,6 +449,21 @@ class WorkerPool(StartedWorkers):
     def kill(self) -> None:
         """Kill all workers at once, whatever they do: others are given their work."""
         end_workers(self.ranks, KILL)
+
+
+def tell_all_ended(ended: Sequence[Worker], *, has_joined: bool) -> str:
+    """Say that all workers of this machine have ended without a step, and how, as the beginning of a sentence.
+
+    `has_joined`: whether any of them has ever reached the host.
+    """
+    every = "Both" if len(ended) == 2 else f"All {len(ended)}"
+    who = "The worker on this machine has" if len(ended) == 1 else f"{every} workers on this machine have"
+    codes = sorted({worker.code for worker in ended})
+    if codes == [0] and not has_joined:
+        return f"{who} ended without joining: the script came to its end and never called potluck.init()"
+    hows = [f"exit code {code}" if code >= 0 else signal.Signals(-code).name for code in codes]
+    where = "before the first step" if has_joined else "without joining"
+    return f"{who} ended {where} ({', '.join(hows)})"
 
 
 def tell_end(team: Team) -> str:

@@ -78,7 +78,8 @@ def _tell_of(error: Exception) -> int:
             _leave_words(f"potluck: {loss}")
             return WorkerLost.exit_code
     traceback.print_exception(type(error), error, _own_trace(error))
-    _leave_words("".join(traceback.format_exception_only(error)).strip())
+    words = f"SyntaxError: {error}" if isinstance(error, SyntaxError) else None  # else the lines above once more
+    _leave_words(words or "".join(traceback.format_exception_only(error)).strip())
     return 1
 
 
