@@ -213,6 +213,7 @@ def test_a_worker_that_joins_in_mid_run_gets_its_state_and_takes_part(name: str,
     fleet, kind = Fleet(tmp_path), KINDS[name]
     kind.join(fleet, "first", slow_s=0.25, hold_at=step + 1)  # there is time to be sent its state, and to compute
     fleet.wait_for_step(step)
+    wait_until(lambda: is_ready(fleet, "first"))  # also where nobody is at any step yet
     kind.join(fleet, "newcomer")
     fleet.let_in("newcomer")
     kind.check(fleet.finish(), fleet)

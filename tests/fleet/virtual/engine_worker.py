@@ -19,6 +19,7 @@ import torch
 from potluck.agree.policy import ApplyPolicy
 from potluck.coded_numbers import Floats
 from potluck.composition import Wanted
+from potluck.engine import engine as engine_module
 from potluck.engine import host_table, state_transfer
 from potluck.engine.engine import Engine
 from potluck.engine.engine_parts import under_host
@@ -391,6 +392,7 @@ def patched() -> Iterator[None]:
             mock.patch.object(time, "monotonic", clock("monotonic")),
             mock.patch.object(time, "perf_counter", clock("perf_counter")),
             mock.patch.object(host_table, "atexit", nothing),
+            mock.patch.object(engine_module, "atexit", nothing),
             mock.patch.object(host_table, "UseWatch", lambda **_: None),  # of this machine, in a thread of its own
             mock.patch.object(state_transfer, "threading", SimpleNamespace(Thread=_Later)),
         ):
