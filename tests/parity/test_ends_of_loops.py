@@ -1,6 +1,9 @@
 """How a loop of one's own ends: by break, finish(), early_stop(), request_stop() and Ctrl-C; and what it keeps."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +315,23 @@ def test_the_average_of_a_loops_weights_is_a_plain_loops_saved_and_looked_at(
         torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-5, atol=1e-6)
     model.load_state_dict(expected)
     assert looked == pytest.approx(F.mse_loss(model(x), y).item(), rel=1e-4)
+
+
+def test_a_script_that_fails_in_a_loop_it_has_a_name_for_ends_with_its_own_traceback_alone(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        """if True:
+        from tests.parity.test_ends_of_loops import begin
+        fleet, model, loader = begin()
+        epochs = fleet.epochs(2)
+        for epoch in epochs:
+            raise ValueError("mine")
+        """
+    )
+    command = [sys.executable, str(tmp_path / "own.py")]
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.endswith("ValueError: mine\n"), done.stderr
 
 
 # What DDP's habits ask for

@@ -22,10 +22,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -66,6 +68,14 @@ from potluck.signals import on_interrupt
 
 Models = TypeVar("Models")
 Optimizers = TypeVar("Optimizers")
+
+
+def _close_loop(loop: weakref.ref[Generator[int, None, None]]) -> None:
+    """Closes a loop that a script has left and has a name for: it puts signals back as they were, and once Python has
+    taken the modules away it cannot."""
+    left = loop()
+    if left is not None and getgeneratorstate(left) != GEN_RUNNING:
+        left.close()
 
 
 class Engine(Handle):
@@ -314,9 +324,11 @@ class Engine(Handle):
             raise ConfigError(f"epochs() takes how many the run has, a whole number of at least 1, not {count!r}.")
         run.loop.rows_limit = count * run.loader.rows
         run.loop.about |= {"steps_total": count * run.loader.steps_of_epoch * run.turns.count}
-        return self._care_for(count, Path(folder) if folder is not None else None)
+        loop = self._care_for(count, Path(folder) if folder is not None else None)
+        atexit.register(_close_loop, weakref.ref(loop))
+        return loop
 
-    def _care_for(self, count: int, folder: Path | None) -> Iterator[int]:
+    def _care_for(self, count: int, folder: Path | None) -> Generator[int, None, None]:
         self._folder, self._is_in_epochs = folder or self._folder, True
         if self.is_led:  # a script that closes nothing ends its run, too
             atexit.unregister(self._close_at_exit)
