@@ -197,6 +197,30 @@ def test_a_newcomer_in_mid_patience_counts_on_from_what_the_others_have_counted(
     fleet.close()
 
 
+def averages_after_load(folder: Path, fleet: Any) -> torch.nn.Module:
+    model, optimizer, data = build()
+    model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
+    fleet.load(folder)
+    average = fleet.ema(0.8)
+    for _ in fleet.epochs(EPOCHS):
+        for x, y in loader:
+            fleet.backward(F.cross_entropy(model(x), y), samples=len(x))
+            fleet.step()
+    torch.save(average._averages, folder / f"{os.environ['POTLUCK_NAME']}.average")
+    return model  # type: ignore[no-any-return]
+
+
+def test_a_newcomer_whose_loop_loads_before_it_asks_for_the_average_has_the_others(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.add("first", job=partial(averages_after_load, tmp_path), hold_at=5)
+    fleet.wait_for_step(4)
+    fleet.add("late", job=partial(averages_after_load, tmp_path))
+    fleet.let_in("late")
+    fleet.finish()
+    one, late = (torch.load(tmp_path / f"{name}.average") for name in ("first", "late"))
+    assert len(one) == len(late) > 0 and all(map(torch.equal, one, late))
+
+
 def make_folder(folder: Path) -> Path:
     folder.mkdir()
     return folder

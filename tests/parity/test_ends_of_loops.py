@@ -292,6 +292,30 @@ def averaged(folder: Path, strategy: Any) -> list[Any]:
     return [*found, looked]
 
 
+def loaded_first(folder: Path, strategy: Any) -> list[Any]:
+    """Averages after a load and some steps: of ema() before it, after it, and after the first of the steps."""
+    fleet, model, loader = begin(strategy=strategy)
+    fleet.ema(0.9)
+    for number, batch in enumerate(loader):
+        step(fleet, model, batch)
+        if number == STEPS // 2:
+            fleet.save(folder)
+    fleet.wait_for_saves()
+    return [loaded_and_stepped(folder, strategy, at) for at in range(3)]
+
+
+def loaded_and_stepped(folder: Path, strategy: Any, at: int) -> dict[str, Any]:
+    fleet, model, loader = begin(strategy=strategy)
+    average = fleet.ema(0.9) if at == 0 else None
+    fleet.load(folder)
+    for number, batch in enumerate(loader, 1):
+        if number == at:
+            average = fleet.ema(0.9)
+        step(fleet, model, batch)
+    with average.applied():
+        return {name: value.tolist() for name, value in fleet.state_dict().items()}
+
+
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, potluck.NoShard()), (2, potluck.FullShard())])
 def test_the_average_of_a_loops_weights_is_a_plain_loops_saved_and_looked_at(
     ranks: int, strategy: Any, tmp_path: Path
@@ -315,6 +339,24 @@ def test_the_average_of_a_loops_weights_is_a_plain_loops_saved_and_looked_at(
         torch.testing.assert_close(torch.tensor(found[name]), value, rtol=1e-5, atol=1e-6)
     model.load_state_dict(expected)
     assert looked == pytest.approx(F.mse_loss(model(x), y).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, potluck.NoShard()), (2, potluck.FullShard())])
+def test_an_average_that_was_loaded_before_ema_is_taken_up_until_the_next_step(
+    ranks: int, strategy: Any, tmp_path: Path
+) -> None:
+    before, after, late = run_ranks(ranks, loaded_first, tmp_path, strategy)[0]
+    assert before == after != late
+
+
+def test_a_loop_has_one_average_of_which_a_part_stays_at_each_step() -> None:
+    fleet, _, _ = begin()
+    for decay in (1.5, 1, -0.1, float("nan"), True, "0.9"):
+        with pytest.raises(ConfigError, match=r"at least 0 and below 1, such as 0\.999, not"):
+            fleet.ema(decay)
+    fleet.ema(0)
+    with pytest.raises(ConfigError, match=r"has one already.* Call fleet.ema\(\) once, after prepare\(\)"):
+        fleet.ema(0.9)
 
 
 def test_a_script_that_fails_in_a_loop_it_has_a_name_for_ends_with_its_own_traceback_alone(tmp_path: Path) -> None:

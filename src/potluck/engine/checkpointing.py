@@ -42,6 +42,9 @@ class Kept:
         assert name not in self._pairs, name
         self._pairs[name] = save, load
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._pairs
+
     def save(self, tensors: KeptTensors) -> Standing:
         saved = {name: save(tensors) for name, (save, _) in self._pairs.items()}
         return {name: value for name, value in saved.items() if value is not None}

@@ -236,6 +236,7 @@ class Engine(Handle):
         return replica
 
     def _call_before_step(self) -> None:
+        self.run.prepared().outer.early.clear()
         for call in self.before_step:
             call()
 
@@ -551,8 +552,9 @@ class Engine(Handle):
     def ema(self, decay: float) -> WeightAverage:
         """Keeps an exponential moving average of the weights, of which `decay` stays at each step, such as 0.999.
 
-        Call it once after prepare(), on every worker. evaluate() uses it from then on, checkpoints hold it, and
-        `with average.applied():` puts it in the weights' place, for what a loop looks at itself.
+        Call it once after prepare() and before the first step, on every worker. evaluate() uses it from then on,
+        checkpoints hold it, and `with average.applied():` puts it in the weights' place, for what a loop looks at
+        itself. It averages parameters, and takes buffers, such as BatchNorm's running statistics, as they are.
         """
         return WeightAverage(self.run, decay)
 

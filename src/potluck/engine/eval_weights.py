@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -93,6 +93,7 @@ class WeightAverage:
     """
 
     def __init__(self, run: "RunParts", decay: float) -> None:
+        _check(run, decay)
         if run.prepared().steps_whole:
             raise ConfigError(
                 "fleet.ema(), and a Trainer's fit.ema, follows what each rank's optimizer steps, and under a strategy"
@@ -111,6 +112,8 @@ class WeightAverage:
         self._names = [outer.names.get(id(parameter), "") for parameter in trained]
         for name, average in zip(self._names, self._averages, strict=True):
             outer.kept.setdefault(name, {})[AVERAGE] = average
+            if (loaded := outer.early.get(name, {}).pop(AVERAGE, None)) is not None:  # by a load() before this
+                average.copy_(loaded)
         self._step = run.progress.step_number
         run.kept.add(AVERAGE, lambda tensors: None, lambda saved, tensors: self._stand())
         run.after_agreement.insert(0, self._follow)
@@ -154,6 +157,19 @@ class WeightAverage:
             self._is_applied = False
             with torch.no_grad(), replica.optimizer_writes():
                 _put(self._tensors, own)
+
+
+def _check(run: "RunParts", decay: Any) -> None:
+    if not isinstance(decay, int | float) or isinstance(decay, bool) or not 0 <= decay < 1:
+        raise ConfigError(
+            "fleet.ema() takes how much of the average stays at each step, at least 0 and below 1, such as 0.999, not"
+            f" {decay!r}."
+        )
+    if AVERAGE in run.kept:
+        raise ConfigError(
+            "A run keeps one moving average of its weights, and it has one already, by fleet.ema() or a Trainer's"
+            " fit.ema. Call fleet.ema() once, after prepare() and before the loop, and use what it returned."
+        )
 
 
 def _put(tensors: list[Tensor], values: list[Tensor]) -> None:

@@ -26,6 +26,8 @@ class OuterState:
         """What is saved with the optimizer's state."""
         self.loaded: Kept = {}
         """What was loaded, until its owner takes it."""
+        self.early: Kept = {}
+        """What was loaded and has no owner yet, on the CPU: until the first step, since it is of the weights before."""
         optimizer.register_state_dict_post_hook(self._add)
         optimizer.register_load_state_dict_pre_hook(self._take)
 
@@ -43,11 +45,12 @@ class OuterState:
         """Also where nobody wants it: an optimizer that found it would take its own state for begun."""
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         names = dict(zip(keys, self._order(optimizer), strict=True))
-        self.loaded, state = {}, {}
+        self.loaded, self.early, state = {}, {}, {}
         for key, known in saved["state"].items():
             outer = {name: value for name, value in known.items() if str(name).startswith(PREFIX)}
             wanted = self.kept.get(names[key], {})
             self.loaded[names[key]] = {name: value for name, value in outer.items() if name in wanted}
+            self.early[names[key]] = {name: value.cpu() for name, value in outer.items() if name not in wanted}
             if rest := {name: value for name, value in known.items() if name not in outer}:
                 state[key] = rest
         return {**saved, "state": state}
