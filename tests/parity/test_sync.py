@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import potluck
 from potluck import StepConfig, Sync
@@ -504,6 +505,9 @@ def test_mistakes_in_a_loop_of_ones_own_are_sentences() -> None:
     x, y = make_data(8)
     assert "Call prepare(model, optimizer, ...) first" in refuse(lambda: fleet.backward(torch.ones(()), samples=1))
     assert "takes a torch.nn.Module" in refuse(lambda: fleet.prepare(len, optimizer))  # type: ignore[call-overload]
+    said = refuse(lambda: fleet.prepare(model, optimizer, (x, y), DataLoader(x)))  # type: ignore[call-overload]
+    assert "1 argument more: DataLoader. Data for validation go to fleet.evaluate()" in said
+    assert "a scheduler to scheduler=" in said
     _, _, loader = fleet.prepare(model, optimizer, (x, y), batch_size=4)
     assert "prepare() was called already" in refuse(lambda: fleet.prepare(model, optimizer))
     next(iter(loader))

@@ -98,6 +98,8 @@ CALLS = {
     "gather": lambda fleet, folder, data: fleet.gather(1.0),
     "mean": lambda fleet, folder, data: fleet.mean(1.0),
     "wait_for_saves": lambda fleet, folder, data: fleet.wait_for_saves(),
+    "keep_best": lambda fleet, folder, data: fleet.keep_best(1.0, folder),
+    "early_stop": lambda fleet, folder, data: fleet.early_stop(1.0, patience=2),
     "load": lambda fleet, folder, data: fleet.load(Path(folder) / "before"),
 }
 
@@ -143,17 +145,19 @@ WINDOWS = potluck.Cadence.published(anchor=1, max_anchor=1)
 ALONE: list[tuple[str, dict[str, Any], bool]] = [
     ("save", {}, False),
     ("evaluate", {"strategy": potluck.FullShard()}, False),
+    ("keep_best", {}, False),
     ("mean", {"policy": WINDOWS}, False),
     ("save", {}, True),
     ("gather", {"strategy": potluck.ShardGradOp()}, False),
     ("state_dict", {"strategy": potluck.FullShard()}, False),
     ("wait_for_saves", {}, False),
     ("load", {}, True),
+    ("early_stop", {}, True),
     ("evaluate", {"policy": WINDOWS}, True),
 ]
 
 
-@pytest.mark.parametrize(("call", "options", "at_end"), first_of(ALONE, 2), ids=str)
+@pytest.mark.parametrize(("call", "options", "at_end"), first_of(ALONE, 3), ids=str)
 def test_a_call_on_rank_0_alone_ends_the_run_with_a_sentence(
     tmp_path: Path, call: str, options: dict[str, Any], at_end: bool
 ) -> None:

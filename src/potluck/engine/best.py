@@ -3,6 +3,7 @@
 It is saved with every checkpoint, sent to newcomers, and the same on every worker.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,10 @@ class BestSoFar:
     def _load(self, saved: dict[str, Any] | None) -> None:
         self._known = Validations(**(saved or {}))
 
-    def take(self, value: Value) -> bool:
-        """Whether this is the best value so far. keep_best() and early_stop() of one step hear the same value."""
+    def _take(self, value: Value, call: str) -> bool:
+        """Whether this is the best value so far. keep_best() and early_stop() of one step hear the same value.
+
+        `call`: the one that all workers must make."""
         fleet, known = self._fleet, self._known
         if fleet.is_under_way:
             raise ConfigError(
@@ -40,7 +43,8 @@ class BestSoFar:
             )
         step, figures, loss = fleet.step_number, value if isinstance(value, dict) else {}, _number(value)
         if not fleet.is_led:
-            loss = float(fleet.broadcast(loss))
+            with fleet.run.link.within(call, step):
+                loss = float(fleet.run.link.gather_bytes(json.dumps(loss).encode())[0])
         if step != known.last_step:
             if not fleet.is_replaying:
                 known.take(step, loss)
@@ -51,7 +55,7 @@ class BestSoFar:
         return known.best_step == step
 
     def keep(self, value: Value, save: Callable[[], None]) -> bool:
-        is_best = self.take(value)
+        is_best = self._take(value, "fleet.keep_best()")
         if is_best:
             loop, known = self._fleet.run.loop, self._known
             is_saved, loop.best = loop.best == (known.best_step, known.best), (known.best_step, known.best)
@@ -63,7 +67,7 @@ class BestSoFar:
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigError(f"patience= is how many values in a row may be no better, at least 1, not {patience!r}.")
         fleet = self._fleet
-        self.take(value)
+        self._take(value, "fleet.early_stop()")
         known = self._known
         if not known.is_out_of(patience):
             return False

@@ -46,7 +46,7 @@ from potluck.engine.checkpointing import shadow_saving
 from potluck.engine.engine_parts import make_replica, over_group
 from potluck.engine.eval_weights import WeightAverage
 from potluck.engine.handle import Handle
-from potluck.engine.prepare import Given, accumulated, training_settings, warn_of_single_rows
+from potluck.engine.prepare import Given, accumulated, of_one_dataset, training_settings, warn_of_single_rows
 from potluck.engine.round import Round
 from potluck.engine.run_parts import RunParts
 from potluck.engine.scheduled import Scheduled
@@ -144,6 +144,7 @@ class Engine(Handle):
         scheduler: Any = None,
     ) -> tuple[Models, Optimizers, Loader]: ...
 
+    @of_one_dataset
     def prepare(
         self,
         model: Any,

@@ -7,6 +7,7 @@ worker. BatchNorm takes means over rows, of which a single one has none: a perso
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -23,6 +24,23 @@ from potluck.words import plural
 
 if TYPE_CHECKING:
     from potluck.engine.run_parts import RunParts
+
+
+def of_one_dataset(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses with a sentence what stands behind the dataset and has no name."""
+
+    @wraps(prepare)
+    def prepared(fleet: Any, *given: Any, **named: Any) -> Any:
+        if more := given[3:]:
+            raise ConfigError(
+                "prepare() takes a model, an optimizer and the data to train on, and was given"
+                f" {plural(len(more), 'argument')} more: {', '.join(type(each).__name__ for each in more)}. Data for"
+                " validation go to fleet.evaluate() as they are, a scheduler to scheduler=, and all else has a name,"
+                " such as batch_size=32."
+            )
+        return prepare(fleet, *given, **named)
+
+    return prepared
 
 
 class ListOfModels(nn.ModuleList):
