@@ -385,7 +385,7 @@ def patched() -> Iterator[None]:
         if (worker := _running()) is not None and not worker.dead:
             worker.meet(phase, step)
 
-    nothing = SimpleNamespace(register=lambda call: None, unregister=lambda call: None)
+    nothing = SimpleNamespace(register=lambda *call: None, unregister=lambda *call: None)
     phases.listeners.append(meet)
     try:
         with (
