@@ -28,7 +28,7 @@ MOST_WRITES = {"RunParts": 12, "RunProgress": 0, "OpenStep": 1, "Loader": 7}
 MOST_SHARED = dict.fromkeys(OWNERS, 0)
 """Fields that several modules assign, their own included."""
 
-MOST_FRAGMENTS, MOST_VAGUE_NAMES = 13, 37
+MOST_FRAGMENTS, MOST_VAGUE_NAMES = 7, 36
 FRAGMENTS = (
     *("Of ", "What ", "The same", "Those ", "Whoever ", "As ", "So ", "Nothing of", "Which ", "In which", "By which"),
     *("Under which", "Before which", "After which"),

@@ -282,25 +282,25 @@ class HostTable(Table):
             return self._next_plan()
         committed, self._means = found
         self._heard_at = time.perf_counter()
-        told = clean_all(json.loads(committed.workers))
-        self._take_place(told["ranks"])
+        details = clean_all(json.loads(committed.workers))
+        self._take_place(details["ranks"])
         self.client.flush()
         member.check_weights(in_step=True)  # after this step nobody could say whose weights went wrong before it
         member.agree(committed)
-        workers = [{name: row[name] for name in WorkerStep.__slots__ if name in row} for row in told["workers"]]
-        is_window = self._alone is not None and not told.get("together")
+        workers = [{name: row[name] for name in WorkerStep.__slots__ if name in row} for row in details["workers"]]
+        is_window = self._alone is not None and not details.get("together")
         return Outcome(
             is_together=not is_window,
             rows=committed.rows,
             rows_computed=committed.rows,
             samples=committed.samples,
             loss=committed.loss,
-            skipped=int(told.get("skipped", 0)),
-            fault=overflow_of(told) if self.run.step.scale.is_on else None,
+            skipped=int(details.get("skipped", 0)),
+            fault=overflow_of(details) if self.run.step.scale.is_on else None,
             stops=bool(committed.stop),
             workers=tuple(WorkerStep(**row) for row in workers),
-            seconds=told["seconds"],
-            epoch=EpochDone(**told["epoch"]) if told.get("epoch") is not None else None,
+            seconds=details["seconds"],
+            epoch=EpochDone(**details["epoch"]) if details.get("epoch") is not None else None,
             means=tuple(torch.from_numpy(part) for part in self._means.parts),
             used=bytes(committed.used),
             buffers=bytes(committed.buffers),
@@ -506,20 +506,20 @@ class HostTable(Table):
         is_alone = self.member.is_over and run.progress.stopping
         has_part = not (self.is_replaying or self.member.left or is_alone)
         with run.looking.in_place(), run.works.now.as_agreed(), looking(replica.model):
-            found = None
+            figures = None
             if has_part:
                 size = min(len(rows), max(1, looked_at.batch_size))
                 evaluation = drive(self.holder.evaluate(len(rows), size, sum_of))
                 if evaluation.samples:  # else this worker had no part in it
-                    found = means_of(evaluation.names, evaluation.figures, evaluation.samples)
-            if found is None and is_alone and not self.member.left:
+                    figures = means_of(evaluation.names, evaluation.figures, evaluation.samples)
+            if figures is None and is_alone and not self.member.left:
                 size = max(1, looked_at.batch_size)
                 total = add_up(sum_of(at, min(at + size, len(rows))).to_bytes() for at in range(0, len(rows), size))
-                found = means_of(total.names, total.figures, total.samples)
-            if found is None:
+                figures = means_of(total.names, total.figures, total.samples)
+            if figures is None:
                 one = sum_of(0, 1)
-                found = means_of(one.names, [math.nan] * len(one.figures), 1.0)
-        return found
+                figures = means_of(one.names, [math.nan] * len(one.figures), 1.0)
+        return figures
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Through the host. Of a worker that is not where the others are: its own alone."""

@@ -59,11 +59,11 @@ class OutputFile:
 
 def read_output(folder: Path, last: int = 1000) -> list[OutputLine]:
     """Read the last lines that a run folder keeps, the oldest first; none if nothing was printed."""
-    found: deque[OutputLine] = deque(maxlen=last)
+    lines: deque[OutputLine] = deque(maxlen=last)
     for name in (OLDER, OUTPUT):
         with suppress(OSError), (folder / name).open(encoding="utf-8", errors="replace") as file:
-            found.extend(line for line in map(read_line, file) if line is not None)
-    return list(found)
+            lines.extend(line for line in map(read_line, file) if line is not None)
+    return list(lines)
 
 
 def read_line(written: str) -> OutputLine | None:
