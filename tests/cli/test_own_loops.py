@@ -233,7 +233,7 @@ for epoch in fleet.epochs(args.epochs):
     print(f"epoch {epoch} of {args.epochs}", flush=True)
     print("\\r 10%", "\\r 50%", end="", file=sys.stderr, flush=True)
     print("\\r100%", file=sys.stderr)
-    fleet.keep_best(1.0 + epoch)
+    fleet.keep_best(1.0 - epoch if args.way == "better" else 1.0 + epoch)
     if args.way == "break" and epoch == 2:
         break
     if args.way == "finish" and epoch == 2 and fleet.is_main:
@@ -248,6 +248,19 @@ print("after the loop", fleet.step_number)
 if args.way in ("break", "finish", "early"):
     print("looked", fleet.evaluate(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), (x, x[:, :1]), 10))
 """
+
+
+def test_the_last_epoch_of_a_script_is_kept_as_its_best_though_it_was_kept_before_its_value_was_told(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    order = ["host", "-n", "2", "--at-least", "2", "--threads", "1", "ends.py", "--epochs", "3", "--way", "better"]
+    done, folder = run(tmp_path, *order), tmp_path / "runs" / "ends"
+    assert done.returncode == 0 and "Finished 6 steps" in done.stdout, (done.stdout, done.stderr)
+    best = best_of(found(folder / "checkpoints"))
+    assert best is not None and best.name.startswith("step-00000006")
+    kept = load_file(folder / "best.safetensors")
+    assert torch.equal(kept["weight"], load_file(best / "model.safetensors")["weight"])
 
 
 @pytest.mark.parametrize("way", ["break", "finish", "early"])

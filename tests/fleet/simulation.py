@@ -70,6 +70,7 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
         "save_every": draw.choice([0, 0, 1, 2, 3]),
         "evaluate_every": draw.choice([0, 0, 1, 2]),
         "gather_every": gathers.choice([0, 0, 1, 2]),
+        "keeps_best": random.Random(f"best {policy} {seed}").random() < 0.5,
         "description": described(policy=policy, settings=settings, batch=batch, rows_limit=epochs * ROWS),
     }
     plain = draw.choice([0, 0, 0, 1, 2])

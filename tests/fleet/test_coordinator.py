@@ -47,6 +47,7 @@ from potluck.show.sentences import sentence_of
 from potluck.wire.messages import (
     OURS,
     PROTOCOL,
+    SAVE,
     Admitted,
     Applied,
     AverageAt,
@@ -949,6 +950,40 @@ def test_one_worker_saves_for_all() -> None:
     assert sorted(run.disk.states) == [2, 4, 6]
     assert [saved.step for saved in run.told(CheckpointSaved)] == [2, 4, 6]
     assert State.from_bytes(run.disk.states[6]).weights.tobytes() == undisturbed()
+
+
+def best_on_disk(run: Fleet) -> int:
+    return State.from_bytes(run.disk.states[STEPS]).best
+
+
+def test_a_step_that_is_called_the_best_after_it_was_kept_is_kept_once_more() -> None:
+    run = Fleet(workers=2, description=KNOWN_LENGTH, keeps_best=True, evaluate_every=STEPS).finish()
+    assert best_on_disk(run) == STEPS
+    assert [saved.step for saved in run.told(CheckpointSaved)][-2:] == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("phase", ["parcel", "save due"])
+def test_if_the_one_who_saves_the_best_once_more_dies_another_who_calls_it_that_is_asked(phase: str) -> None:
+    for victim in ("w0", "w1"):
+        faults = FaultScript().kill(victim, at_step=STEPS, phase=phase).kill(victim, at_step=STEPS, phase=phase)
+        run = Fleet(workers=3, faults=faults, description=KNOWN_LENGTH, keeps_best=True).finish(limit_s=300)
+        assert best_on_disk(run) == STEPS
+
+
+def test_a_state_that_does_not_say_that_it_is_the_best_is_asked_for_again_and_then_nobody_waits_for_it() -> None:
+    """It was copied before, or is another's: the worker has been given that since."""
+    core = Coordinator(patience_s=10, secret=SECRET)
+    plain, best = StateBegin(SAVE, 0, '[["state", 1]]'), SaveDue(0, 2, is_best=1)
+    for message in (hello(), ready(), SaveDue(0, 2), plain, StateChunk(SAVE, b"x")):
+        core.at(100.0).on_message(1, message)
+    core.at(100.0).on_saved(0, "a folder", "", 1)
+    assert not core.saving.is_under_way
+    assert Send(1, StateRequest(SAVE, 0)) in core.at(100.0).on_message(1, best)
+    assert core.at(100.0).on_message(1, plain) == [Send(1, StateMore(SAVE, 0)), Send(1, StateRequest(SAVE, 0))]
+    core.at(141.0).on_message(1, Heartbeat("1", 0))
+    core.at(141.0).on_tick()
+    assert Send(1, Saved(0, "a folder", "", is_best=1)) in core.at(142.0).on_message(1, plain)
+    assert not core.saving.is_under_way
 
 
 @pytest.mark.parametrize("phase", ["parcel", "save due"])

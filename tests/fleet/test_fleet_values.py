@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import potluck
 from potluck.agree.loss_scale import most_falls
@@ -155,6 +156,26 @@ def test_a_run_ends_early_for_all_and_the_host_keeps_the_best(tmp_path: Path) ->
     names = [path.name for path in found(tmp_path / "checkpoints")]
     assert names == ["step-00000010", "step-00000004"]
     fleet.close()
+
+
+def falling(place: Path) -> None:
+    """Each validation is the best so far."""
+    from potluck.validations import Validations
+
+    take = Validations.take
+    Validations.take = lambda seen, step, loss: take(seen, step, -step)  # type: ignore[method-assign]
+
+
+def test_the_last_validation_of_a_trainer_is_kept_as_its_best(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fit = {"epochs": EPOCHS, "checkpoint": CheckpointConfig(keep_last=1, best=True)}
+    for name in ("first", "second"):
+        fleet.add(name, falling, fit=fit)
+    fleet.finish()
+    best = best_of(found(tmp_path / "checkpoints"))
+    assert best is not None and best.name.startswith(f"step-{STEPS:08d}")
+    kept = load_file(tmp_path / "best.safetensors")
+    assert_same(kept, load_file(best / "model.safetensors"))
 
 
 VALUES = [3.0, 2.0, 2.5, 2.6, 2.7, 1.0]

@@ -170,7 +170,7 @@ class HostHolder:
 
     def serve_state(self, transfer: int, version: int) -> Waits[None]:
         yield from ()
-        self._states.serve(transfer, version, self._snapshot)
+        self._states.serve(transfer, version, self._snapshot, is_best=self.run.best_loss() is not None)
 
     def _snapshot(self, folder: Path) -> Callable[[], Path | None]:
         """A copy in host memory now. What is returned writes it below the folder, and says where, if that is ours."""

@@ -550,12 +550,13 @@ class HostTable(Table):
         drive(self._save(keep_last))
 
     def _save(self, keep_last: int) -> Waits[None]:
-        if 0 < self.member.version <= self.member.saves.due:
+        asked, is_best = self.member.saves, self.run.best_loss() is not None
+        if self.member.version > 0 and (self.member.version, is_best) <= (asked.due, asked.is_best):
             return  # it is asked for, or kept: a window has many steps and one agreement, and the end is kept anyway
         # A worker that has just caught up with the end would leave before it is saved, and end the run for all.
         is_past = self.is_replaying and not self.run.progress.is_at_the_end
         if not (is_past or self.member.left or self.member.is_over):
-            yield from self.member.save(keep_last)
+            yield from self.member.save(keep_last, is_best=is_best)
 
     def state_dict(self) -> dict[str, Any]:
         """On the worker that speaks for all; where several ranks are one worker, on the first of its."""

@@ -108,7 +108,7 @@ class RunParts:
         scale = self.step.scale
         self.kept.add("loss_scale", lambda tensors: scale.standing(), lambda saved, tensors: scale.restore(saved))
         self.kept.add("kept", self.state.save, self.state.load)
-        self.kept.add(BEST, lambda tensors: self._best_loss())
+        self.kept.add(BEST, lambda tensors: self.best_loss())
 
     def begin(self, replica: Replica) -> None:
         """The replica is complete."""
@@ -128,7 +128,7 @@ class RunParts:
         """Gives every worker its own random numbers, the same in every run with this seed and this many workers."""
         seed_everything(mix(seed, self.progress.step_number, self.link.rank))
 
-    def _best_loss(self) -> float | None:
+    def best_loss(self) -> float | None:
         """The loss of the weights of this step, where the loop has called them the best so far."""
         step, loss = self.loop.best or (None, None)
         return loss if step == self.progress.step_number else None

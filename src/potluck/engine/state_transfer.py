@@ -61,7 +61,9 @@ class StateTransfer:
         folder = tempfile.mkdtemp(prefix="potluck-state-") if self._link.rank == 0 else ""
         return Path(self._link.gather_bytes(folder.encode())[0].decode())
 
-    def serve(self, transfer: int, version: int, snapshot: Callable[[Path], Callable[[], Path | None]]) -> None:
+    def serve(
+        self, transfer: int, version: int, snapshot: Callable[[Path], Callable[[], Path | None]], *, is_best: bool
+    ) -> None:
         """A copy in host memory now; written aside and sent while training continues. `snapshot(folder)` takes it, and
         returns what writes it there and says where, if that is this rank's to send."""
         folder = self._new_folder()
@@ -79,7 +81,7 @@ class StateTransfer:
                 if place is None:
                     return
                 header = stream_header(place)
-                begin = StateBegin(transfer, version, header)
+                begin = StateBegin(transfer, version, header, int(is_best))
                 self._client.send_parcel(session, begin, transfer, stream_chunks(place, header), done=remove)
             except Exception as error:
                 self._client.say(f"Could not send the state of step {version}: {error}")

@@ -264,7 +264,7 @@ class Member:
         if not self.version and admitted.step == where.version:  # the run begins, with what this worker has built
             holder.stand_at(where)
         if self.saves.is_under_way(until_kept=True):  # the answer may have been lost with the connection
-            holder.send(SaveDue(self.saves.due, 2))
+            holder.send(SaveDue(self.saves.due, 2, int(self.saves.is_best)))
         self._ask_again()
 
     def _ask_again(self) -> None:
@@ -428,13 +428,12 @@ class Member:
 
     # Saving
 
-    def save(self, keep_last: int) -> Waits[None]:
+    def save(self, keep_last: int, *, is_best: bool = False) -> Waits[None]:
         holder = self._holder
         if self.leads:
             yield from self.await_saves(until_kept=False)  # one at a time
         leads = self.leads
-        self.saves.due, self.saves.due_at = self.version, holder.now()
-        holder.send(SaveDue(self.version, keep_last))
+        holder.send(self.saves.ask(self.version, keep_last, holder.now(), is_best=is_best))
         yield from holder.reach("save due", self.version)
         if leads:
             yield from holder.serve_state(SAVE, self.version)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from potluck.wire.messages import Evaluated, EvaluateNext, Gather, Gathered, Saved
+from potluck.wire.messages import Evaluated, EvaluateNext, Gather, Gathered, Saved, SaveDue
 
 KEEP_FIRST_S, KEEP_EVERY_S = 10.0, 60.0
 """A loop of one's own has its run saved on the host after this long, and then about this often."""
@@ -86,6 +86,8 @@ class MemberSaves:
 
     due: int = 0
     """The last version that is to be kept."""
+    is_best: bool = False
+    """Whether that is as the best so far."""
     kept: Saved = Saved(0, "", "")
     """The last checkpoint on the host's disk."""
     failed: Saved = Saved(0, "", "")
@@ -97,7 +99,8 @@ class MemberSaves:
 
     def is_under_way(self, *, until_kept: bool) -> bool:
         """Whether the host has not answered yet. `until_kept`: that it cannot write is no answer then."""
-        return (self.kept.step if until_kept else max(self.kept.step, self.failed.step)) < self.due
+        answers = [self.kept] if until_kept else [self.kept, self.failed]
+        return all((answer.step, answer.is_best) < (self.due, self.is_best) for answer in answers)
 
     def is_keep_due(self, now: float) -> bool:
         """A user's own loop need not think of saving: the host gets a checkpoint as often as that costs little."""
@@ -114,4 +117,8 @@ class MemberSaves:
     def forget_after(self, version: int) -> None:
         """This worker has the state of this version now: the run may have gone back, and what was due is no more."""
         self.kept = self.kept if self.kept.step <= version else Saved(0, "", "")
-        self.due = self.kept.step
+        self.due, self.is_best = self.kept.step, bool(self.kept.is_best)
+
+    def ask(self, version: int, keep_last: int, now: float, *, is_best: bool) -> SaveDue:
+        self.due, self.is_best, self.due_at = version, is_best, now
+        return SaveDue(version, keep_last, int(is_best))

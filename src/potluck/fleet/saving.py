@@ -1,5 +1,7 @@
 """Checkpoints for the host's disk: when one is due, who sends it, and what is kept. Pure."""
 
+from dataclasses import replace
+
 from potluck.agree.records import Position
 from potluck.events import CheckpointFailed, CheckpointSaved
 from potluck.fleet.coordinator_state import CoordinatorState
@@ -41,6 +43,12 @@ class Saving:
         self._moved_at = 0.0
         self._again_at: float | None = None
         """A checkpoint could not be written, and is asked for again then."""
+        self._best = 0
+        """The last step that a loop called the best so far."""
+        self._knowing: set[int] = set()
+        """Worker ids whose states say so."""
+        self._is_best = False
+        """Whether the state on its way, or the last that came, says so."""
 
     @property
     def is_last_kept(self) -> bool:
@@ -50,6 +58,9 @@ class Saving:
     def is_last_coming(self) -> bool:
         """Whether the disk writes the last step, all of which has come."""
         return self.is_writing and self._step == self._run.standing.version
+
+    def _is_kept(self, due: SaveDue) -> bool:
+        return bool(self.saved.folder) and (self.saved.step, self.saved.is_best) >= (due.step, due.is_best)
 
     @property
     def is_under_way(self) -> bool:
@@ -65,19 +76,23 @@ class Saving:
     def on_restored(self) -> None:
         """The run has gone back: saves that were due no longer are."""
         self.due = self._again_at = None
+        self._best = 0
         if self.saved.step > self._run.standing.version:  # it turned out to be damaged
             self.saved = Saved(0, "", "")
 
     # When, and by whom
 
     def on_due(self, member: WorkerRecord, due: SaveDue) -> list[Effect]:
-        if self.saved.step >= due.step and self.saved.folder:
+        if self._is_kept(due):
             return [Send(member.peer, self.saved)]
         if due.step > self._run.latest:
             self._run.refused["due too early"] += 1
             return []
         self._keep_last = min(MOST_KEPT, max(self._keep_last, due.keep_last))
-        if self.due is None or due.step > self.due.step:
+        if due.is_best and due.step >= self._best:
+            self._knowing = {member.worker_id, *(self._knowing if due.step == self._best else ())}
+            self._best = due.step
+        if self.due is None or (due.step, due.is_best) > (self.due.step, self.due.is_best):
             self.due, self._again_at = due, None
             # It sends by itself who spoke for all then: another may do so by now.
             self._asked, self._moved_at = self._run.leaders.get(due.step, NOBODY), self._run.clock
@@ -85,29 +100,43 @@ class Saving:
 
     def ask(self) -> list[Effect]:
         """Asks another worker, if a checkpoint is due and the one that was to send it is gone."""
-        holders = self._digests.trusted
         is_coming = self.sender is not None or self.is_writing
-        if self.due is None or is_coming or self._again_at is not None or not holders:
+        if self.due is None or is_coming or self._again_at is not None:
+            return []
+        if not (holders := self._holders_of(self.due)):
+            there = {member.worker_id for member in self._run.membership.members.values()}
+            if self.saved.step >= self.due.step and not there & self._knowing:
+                self.due = None  # whoever calls it the best so far yet says so itself
             return []
         if any(member.worker_id == self._asked for member in holders):
             return []
-        asked = min(holders, key=lambda m: (m.worker_id in self._passed_over, m.worker_id))
-        self._asked, self._moved_at = asked.worker_id, self._run.clock
+        sender = min(holders, key=lambda m: (m.worker_id in self._passed_over, m.worker_id))
+        self._asked, self._moved_at = sender.worker_id, self._run.clock
         # What it has now, if that is news: it may be waiting for a save itself, and apply nothing before it.
-        return [Send(asked.peer, StateRequest(SAVE, max(self.saved.step + 1, asked.applied)))]
+        news = self.saved.step + (0 if self.due.is_best else 1)
+        return [Send(sender.peer, StateRequest(SAVE, max(news, sender.applied)))]
+
+    def _holders_of(self, due: SaveDue) -> list[WorkerRecord]:
+        """Who can send it. Others, whose states do not say yet that it is the best, do for the weights alone."""
+        holders = self._digests.trusted
+        knowing = [member for member in holders if member.worker_id in self._knowing]
+        is_for_mark = bool(due.is_best) and (bool(knowing) or self.saved.step >= due.step)
+        return knowing if is_for_mark else holders
 
     def save_now(self) -> list[Effect]:
         """Somebody wants one, though none is due."""
-        self.due, self._again_at = SaveDue(self._run.standing.version, self._keep_last), None
+        now = self._run.standing.version
+        self.due, self._again_at = SaveDue(now, self._keep_last, int(now == self._best)), None
         self._asked, self._moved_at = NOBODY, self._run.clock
         return self.ask()
 
     def let_go(self, member: WorkerRecord) -> list[Effect]:
         """The last who has the weights leaves them behind: those it has, for it will apply no other step."""
         others = [m for m in self._run.membership.holders if m is not member and not m.leaving]
-        is_kept = self.saved.step >= member.applied and bool(self.saved.folder)
-        if member.is_ready and not others and member.applied and not is_kept:
-            self.due, self._moved_at = SaveDue(member.applied, self._keep_last), self._run.clock
+        is_best = member.applied == self._best and member.worker_id in self._knowing
+        due = SaveDue(member.applied, self._keep_last, int(is_best))
+        if member.is_ready and not others and member.applied and not self._is_kept(due):
+            self.due, self._moved_at = due, self._run.clock
             if self.sender is not None or self.is_writing:
                 return []  # once that one is kept
             self._again_at = None
@@ -118,16 +147,30 @@ class Saving:
     # On its way: see transfers.py
 
     def may_begin(self, member: WorkerRecord, begin: StateBegin) -> bool:
-        is_old = bool(self.saved.folder) and begin.step <= self.saved.step  # the leader has changed meanwhile
+        is_old = self._is_kept(SaveDue(begin.step, 0, begin.is_best))  # the leader has changed meanwhile
         if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
             self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
         # One that begins another in the middle has ended the first: it heard of the end of an earlier one too late.
         is_free = not self.is_writing and self.sender in (None, member.peer)
         return self.due is not None and is_free and member in self._digests.trusted and not is_old
 
+    def on_turned_away(self, member: WorkerRecord, begin: StateBegin) -> list[Effect]:
+        """Where its state was to say that it is the best so far and does not, it was copied before, or is another's,
+        which this worker has been given since: it is asked again, and passed over in the end."""
+        is_coming, is_asked = self.sender is not None or self.is_writing, self._asked == member.worker_id
+        is_for_mark = self.due is not None and self.due.is_best and self.saved.step >= self.due.step
+        if not is_for_mark or begin.is_best or is_coming or not is_asked:
+            return []
+        if member.worker_id not in self._passed_over:
+            return [Send(member.peer, StateRequest(SAVE, member.applied))]
+        self._knowing.discard(member.worker_id)
+        self._asked, self.due = NOBODY, self.due if self._knowing else None
+        return [Send(member.peer, replace(self.saved, is_best=1)), *self.ask()]  # it has no more to wait for
+
     def begin(self, member: WorkerRecord, begin: StateBegin, total: int) -> Effect:
         self.sender, self._asked, self._left, self._moved_at = member.peer, member.worker_id, total, self._run.clock
-        self._step, self.is_writing = begin.step, total <= 0
+        self._step, self._is_best = begin.step, bool(begin.is_best)
+        self.is_writing = total <= 0
         return SaveBegin(member.peer, begin.step, begin.header, self._keep_last)
 
     def take(self, member: WorkerRecord, chunk: StateChunk) -> Effect | None:
@@ -159,9 +202,9 @@ class Saving:
         sender, self.sender, self._asked, self.is_writing = self.sender, None, NOBODY, False
         self._passed_over.clear()
         if error:
-            return self._on_failed(sender, Saved(step, "", error))
-        self.saved, self.fault, self._again_at = Saved(step, folder, ""), "", None
-        if self.due is not None and step >= self.due.step:
+            return self._on_failed(sender, Saved(step, "", error, int(self._is_best)))
+        self.saved, self.fault, self._again_at = Saved(step, folder, "", int(self._is_best)), "", None
+        if self.due is not None and self._is_kept(self.due):
             self.due = None
         run, members = self._run, list(self._run.membership.members.values())
         effects: list[Effect] = [Send(m.peer, self.saved) for m in members if not m.plain and not m.leaving]
@@ -179,7 +222,7 @@ class Saving:
         """
         run = self._run
         self.fault = told.error
-        self.due = self.due or SaveDue(told.step, self._keep_last)
+        self.due = self.due or SaveDue(told.step, self._keep_last, told.is_best)
         self._again_at = run.clock + run.patience_s
         failed = CheckpointFailed(step=run.step_at(told.step), reason=told.error)
         effects: list[Effect] = [Emit(failed), *self._spare(sender)]

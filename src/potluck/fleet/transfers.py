@@ -95,7 +95,8 @@ class Transfers:
     def on_begin(self, member: WorkerRecord, begin: StateBegin) -> list[Effect]:
         run, whose = self.run, self._whose(begin.transfer)
         if not whose.may_begin(member, begin):
-            return [Send(member.peer, StateMore(begin.transfer, 0))]
+            asks = self.saving.on_turned_away(member, begin) if whose is self.saving else []
+            return [Send(member.peer, StateMore(begin.transfer, 0)), *asks]
         try:
             total = sum(size for _, size in stream_files(begin.header))
         except TheirProtocolError as error:

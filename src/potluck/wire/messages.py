@@ -355,6 +355,8 @@ class SaveDue(Message):
 
     step: U64
     keep_last: U32
+    is_best: U8 = 0
+    """The worker's loop has called it the best so far, perhaps after it was kept: its state says so since."""
 
 
 class Saved(Message):
@@ -363,6 +365,8 @@ class Saved(Message):
     step: U64
     folder: Sentence
     error: Sentence
+    is_best: U8 = 0
+    """It says that it is the best so far."""
 
 
 class StateRequest(Message):
@@ -379,6 +383,8 @@ class StateBegin(Message):
     step: U64
     header: Annotated[str, Kind.STRING, Letters(1 << 16)]
     """64 names and sizes are far shorter than a host takes."""
+    is_best: U8 = 0
+    """A save says that it is the best so far."""
 
 
 class StateChunk(Message):

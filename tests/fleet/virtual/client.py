@@ -115,10 +115,12 @@ class Client(Process):
 
     # Parcels
 
-    def send_parcel(self, line: Line, transfer: int, step: int, data: bytes) -> None:
+    def send_parcel(self, line: Line, transfer: int, step: int, data: bytes, is_best: bool) -> None:
         if self.is_alive and line.is_open and line is self.line:
             header, pieces = packed(data)
-            self._parcels.add(transfer, StateBegin(transfer, step, header), self._leaving(pieces), lambda: None)
+            self._parcels.add(
+                transfer, StateBegin(transfer, step, header, int(is_best)), self._leaving(pieces), lambda: None
+            )
             self._send_parcels()
 
     def _leaving(self, pieces: list[bytes]) -> Iterator[bytes]:

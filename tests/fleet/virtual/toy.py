@@ -87,6 +87,8 @@ class State:
     step: int = 0
     epoch: int = 0
     row: int = 0
+    best: int = 0
+    """The last step that was called the best so far."""
 
     def apply(self, mean: Floats, rows: int) -> None:
         self.momentum = self.momentum * np.float32(0.5) + mean
@@ -101,15 +103,15 @@ class State:
         self.row += rows
 
     def to_bytes(self) -> bytes:
-        place = np.array([self.step, self.epoch, self.row], "<i8")
+        place = np.array([self.step, self.epoch, self.row, self.best], "<i8")
         return self.weights.tobytes() + self.momentum.tobytes() + place.tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "State":
         size = 4 * sum(PARTS)
-        step, epoch, row = (int(n) for n in np.frombuffer(data[2 * size :], "<i8"))
+        step, epoch, row, best = (int(n) for n in np.frombuffer(data[2 * size :], "<i8"))
         weights, momentum = (np.frombuffer(data[at : at + size], np.float32).copy() for at in (0, size))
-        return cls(weights, momentum, step, epoch, row)
+        return cls(weights, momentum, step, epoch, row, best)
 
 
 @functools.cache

@@ -52,6 +52,9 @@ class Worker(Client):
         self.ends_at: int = options.pop("ends_at", 0)
         """The step after which its loop finds that the run is over, though rows are left."""
         self.save_every: int = options.pop("save_every", 0)
+        self.keeps_best: bool = options.pop("keeps_best", False)
+        self.best = 0
+        """Every third step is its best so far, and the last, which it says once its loop is over."""
         self.pack_s: float = options.pop("pack_s", 0.005)
         self.description: Description = options.pop("description", None) or described()
         self.state = State(weights=options.pop("weights", fresh_weights()))
@@ -116,6 +119,7 @@ class Worker(Client):
         if self.save_every:
             yield from self._save()
             yield from self.member.await_saves(until_kept=True)
+        yield from self._keep_best()
         yield from self.member.finish()
 
     def _train(self) -> Life:
@@ -258,6 +262,8 @@ class Worker(Client):
                 yield from self._evaluate()
             if self.save_every and self.state.step % self.save_every == 0:
                 yield from self._save()
+            if self.keeps_best and self.state.step % 3 == 1:
+                yield from self._save_best()
         if self.ends_at and self.state.step >= self.ends_at:
             self.stopping = self.member.ends_for_all = True
         if self.member.wants_stop and not self.stopping:
@@ -283,6 +289,25 @@ class Worker(Client):
         is_past = self.member.is_replaying and not self.is_at_the_end
         if not (is_past or self.member.left or self.member.is_over or self.member.saves.due == self.state.step):
             yield from self.member.save(2)
+
+    def _save_best(self) -> Life:
+        member, step = self.member, self.state.step
+        is_asked = (member.saves.due, member.saves.is_best) >= (step, True)
+        is_past = member.is_replaying and not self.is_at_the_end
+        if not (is_past or member.left or member.is_over or is_asked):
+            self.best = step
+            yield from member.save(2, is_best=True)
+
+    def _keep_best(self) -> Life:
+        """What a script does after its loop, whose last step was kept before it."""
+        member, step = self.member, self.state.step
+        if not self.keeps_best:
+            return
+        yield from self._save_best()
+        yield from member.await_saves(until_kept=True)
+        newest, has_asked = self.fleet.disk.newest, member.saves.is_best and not (member.left or member.is_over)
+        if has_asked and member.saves.due == newest == step:  # else the run has gone back meanwhile
+            assert State.from_bytes(self.fleet.disk.states[newest]).best == step, f"{self}'s best step is not kept so"
 
     # Meeting faults
 
@@ -418,7 +443,9 @@ class ToyHolder:
     def serve_state(self, transfer: int, version: int) -> Life:
         yield from ()
         worker = self._worker
+        worker.state.best = worker.best
         data, step, line = worker.state.to_bytes(), worker.state.step, worker.line
+        is_best = worker.best == step
         worker.member.check_weights()
         assert line is not None
-        worker.fleet.clock.after(worker.pack_s, lambda: worker.send_parcel(line, transfer, step, data))
+        worker.fleet.clock.after(worker.pack_s, lambda: worker.send_parcel(line, transfer, step, data, is_best))
