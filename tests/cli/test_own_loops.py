@@ -303,7 +303,7 @@ def test_a_script_stops_the_run_for_all_to_be_resumed(tmp_path: Path) -> None:
 def test_a_worker_that_crashes_ends_the_run_for_nobody_and_the_host_says_what_it_waits_for(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(ENDS)
     folder = tmp_path / "runs" / "ends"
-    host = start(tmp_path, "host", "--threads", "1", "ends.py", "--epochs", "4", "--way", "crash")
+    host = start(tmp_path, "host", "--threads", "1", "--patience", "10", "ends.py", "--epochs", "4", "--way", "crash")
     wait_until(lambda: any("No worker is left" in r.get("sentence", "") for r in events(folder)))
     joiner = join(tmp_path, str(folder / "invite"), "ends.py", "--epochs", "4")
     out, said = joiner.communicate(timeout=60)
@@ -341,7 +341,7 @@ for epoch in fleet.epochs(8):
         fleet.backward(loss, samples=len(a))
         fleet.step()
         total, rows = total + loss.item() * len(a), rows + len(a)
-        time.sleep(0.1)
+        time.sleep(0.03)
     train = fleet.mean(total / max(1, rows), weight=rows)
     valid = fleet.evaluate(lambda model, batch: F.mse_loss(model(batch[0]), batch[1]), (x, x[:, :1]), 10)
     print(f"epoch {epoch}: train {train:.4f}, valid {valid:.4f}", flush=True)
