@@ -65,6 +65,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_whatever_happens_to_a_run_its_coordinator_decides_the_same_again(policy: str, tapes: list[list[Any]]) -> None:
+    lines = 0
     for seed in seeds(3):
         tapes.clear()
         simulate(seed, policy, Counter())
@@ -75,7 +76,8 @@ def test_whatever_happens_to_a_run_its_coordinator_decides_the_same_again(policy
                 if place % 29 == 0:  # as where the ring has lost its beginning
                     again.core = thaw(json.loads(json.dumps(freeze(again.core))))
                 assert again.feed(*json.loads(line)), (seed, again.difference)
-        assert sum(map(len, tapes)) > 100
+        lines += sum(map(len, tapes))
+    assert lines > 100
 
 
 def test_an_input_that_is_missing_or_another_is_noticed_where_it_first_matters(tapes: list[list[Any]]) -> None:

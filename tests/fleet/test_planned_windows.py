@@ -22,6 +22,7 @@ from potluck.wire.messages import (
     Work,
 )
 from tests.fleet.virtual import EPOCHS, PATIENCE_S, ROWS, FaultScript, Fleet, described
+from tests.fleet.virtual.worker import Worker
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -141,6 +142,27 @@ def test_a_leaver_hands_over_what_it_has_done_of_a_window_and_what_is_left(worke
     assert len(pieces) == len(set(pieces))  # nothing was computed twice
     (went,) = [event for event in run.told(WorkerWent) if event.name == "w0"]
     assert went.polite
+
+
+def test_a_window_of_which_parts_came_from_a_worker_that_was_lost_is_computed_whole_again() -> None:
+    """Whoever does, and leaves in the middle, leaves all of it: the sums of one part would be of other rows."""
+    faults = FaultScript().kill("w1", at_step=2, phase="half")
+    run = Fleet(workers=3, faults=faults, description=windowed(Cadence.published(anchor=3, max_anchor=3)))
+    run.run_until(lambda: bool(faults.fired))
+    others = [worker for worker in run.workers.values() if worker.name != "w1"]
+
+    def takes_it_over(worker: Worker) -> bool:
+        return worker.doing is not None and worker.doing.step == 2 and list(worker.doing.nodes) == [2, 4]
+
+    run.run_until(lambda: any(takes_it_over(worker) for worker in others))
+    (leaver,) = filter(takes_it_over, others)
+    leaver.ask_to_leave()
+    run.finish()
+    (second,) = [record for record in run.records if record.step == 2]
+    by = {f"w{number}": who for number, (_, _, who) in enumerate(second.ranges)}
+    (stays,) = [worker.name for worker in others if worker is not leaver]
+    assert len(by) == 3 and by["w1"] == by[stays] != by[leaver.name], second.ranges
+    assert run.core.refused.total() == 0 and leaver.member.left
 
 
 @pytest.mark.parametrize("stopped", [4, 8, 99, 1 << 63])

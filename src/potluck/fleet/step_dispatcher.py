@@ -304,9 +304,12 @@ class StepDispatcher:
     def _cut(self, under: StepUnderWay, member: WorkerRecord, node: Node, row: int) -> list[Effect]:
         """It leaves in the middle of a window. Another does the rest; the window ends if nobody can and none follow."""
         others = [m for m in self._able(under) if m is not member]
-        # A worker that was lost has reported the whole: of the rows that are left, changes may be in the sums.
-        is_in_sums = not under.reports.keys().isdisjoint(range(*node))
-        if not others and node[1] == under.slices and not is_in_sums:
+        if not under.reports.keys().isdisjoint(range(*node)):
+            # A worker that was lost has reported the whole: some parts of its change may be in the sums, and the others
+            # must be of as many rows.
+            member.nodes.remove(node)
+            return [Discard(member.peer, node), *self.hand_out([node], avoid=member.peer)]
+        if not others and node[1] == under.slices:
             under.cut(node, row, ended_by=member.worker_id)
             member.reported.add(node[1] - 1)  # of which nothing is left
             return []

@@ -305,8 +305,10 @@ class Worker(Client):
             return
         yield from self._save_best()
         yield from member.await_saves(until_kept=True)
-        newest, has_asked = self.fleet.disk.newest, member.saves.is_best and not (member.left or member.is_over)
-        if has_asked and member.saves.due == newest == step:  # else the run has gone back meanwhile
+        if member.left or member.is_over or self.fleet.lost_at:  # else the disk may have lost what it had
+            return
+        newest = self.fleet.disk.newest
+        if member.saves.is_best and member.saves.due == newest == step:  # else the run has gone back meanwhile
             assert State.from_bytes(self.fleet.disk.states[newest]).best == step, f"{self}'s best step is not kept so"
 
     # Meeting faults
