@@ -119,6 +119,18 @@ def test_a_value_is_replaced_only_by_its_own_worker(name: str, address: str, is_
     assert bytes(answer.data) == (b"thirdsecond" if is_one else b"thirdfirstsecond")
 
 
+def test_a_worker_counts_once_whose_first_id_is_of_a_host_before_this_one_and_another_workers_now() -> None:
+    core = Coordinator(patience_s=PATIENCE_S, secret=SECRET)
+    for peer, who in ((1, "w1"), (2, "w2"), (9, "w1")):
+        core.at(100.0).on_message(peer, hello(who), "10.0.0.1")
+        core.at(100.0).on_message(peer, ready())
+    claimed = core.membership.members[2].worker_id
+    core.at(101.0).on_message(1, Gather(0, 0, claimed, b"first"))
+    core.at(102.0).on_message(9, Gather(0, 0, claimed, b"again"))
+    (answer, *_) = [e.message for e in core.at(103.0).on_message(2, Gather(0, 0, 7, b"other")) if isinstance(e, Send)]
+    assert isinstance(answer, Gathered) and bytes(answer.data) == b"againother"
+
+
 def test_the_worker_that_came_first_of_all_is_known_when_it_comes_back() -> None:
     holder = LoneHolder()
     holder.go(holder.member.join())

@@ -28,6 +28,8 @@ class Gathering:
     """By peer."""
     first_ids: dict[int, int] = field(default_factory=dict)
     """By peer, so that a worker that came back counts once, though its old connection is not known to be gone."""
+    claims: dict[int, int] = field(default_factory=dict)
+    """By peer: the first id that it named, which after a restart of the host may be another worker's."""
     last_at: float = 0.0
     """When the last one was given that had not been given before."""
     told_at: float = 0.0
@@ -63,6 +65,7 @@ class Gatherings:
         if not is_known:  # else it is given again
             gathering.last_at = gathering.told_at = self.run.clock
         gathering.given[member.peer], gathering.first_ids[member.peer] = bytes(ask.data), first_id
+        gathering.claims[member.peer] = ask.first_id
         member.gathering = call
         if sum(len(data) for each in self.open.values() for data in each.given.values()) > MOST_TOTAL_BYTES:
             return self._end(call, gathering, f"All workers together gave more than {MOST_TOTAL_BYTES:,} bytes.")
@@ -71,6 +74,9 @@ class Gatherings:
     def _first_id_of(self, member: WorkerRecord, claimed: int, found: Gathering) -> int:
         """Its first id as it says, but not that of another worker, whose value it would replace: its own one then."""
         others = [m for m in self.run.membership.members.values() if m is not member]
+        for other in others:
+            if found.claims.get(other.peer) == claimed and _may_be_one(member, other):
+                return found.first_ids[other.peer]
         same = [m for m in others if claimed in (m.worker_id, found.first_ids.get(m.peer))]
         return claimed if all(_may_be_one(member, other) for other in same) else member.worker_id
 

@@ -89,7 +89,10 @@ class Watch:
         if self._seen.get(worker.name) == now and self._seen.get(other.name) == now:
             return
         self._seen[worker.name] = now
-        assert other.weights == worker.weights, f"{other} and {worker} differ"
+        # A step with plain peers that is taken anew has other bits; the next may round them away from these few weights,
+        # and not from their momentum: the host sees that the step after does differ.
+        may_differ = self._run.plain and self._run.lost_at
+        assert other.weights == worker.weights or may_differ, f"{other} and {worker} differ"
         is_right = not worker.is_like_sync or self._run.is_undisturbed(worker)
         assert is_right, f"{worker} has not the weights of one machine"
 
