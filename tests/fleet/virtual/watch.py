@@ -89,7 +89,7 @@ class Watch:
         if self._seen.get(worker.name) == now and self._seen.get(other.name) == now:
             return
         self._seen[worker.name] = now
-        # A step with plain peers that is taken anew has other bits; the next may round them away from these few weights,
+        # A step with plain peers that is taken anew has other bits. The next may round them away from so few weights,
         # and not from their momentum: the host sees that the step after does differ.
         may_differ = self._run.plain and self._run.lost_at
         assert other.weights == worker.weights or may_differ, f"{other} and {worker} differ"
