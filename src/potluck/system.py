@@ -1,6 +1,7 @@
 """Wraps what not every operating system has: locks on files, process groups, scattered sends. Imports no torch."""
 
 import os
+import random
 import select
 import signal
 import socket
@@ -35,6 +36,27 @@ CAN_SHARE = fcntl is not None and hasattr(os, "memfd_create") and hasattr(socket
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 FOR_US_ALONE = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """How files are opened that no process inherits."""
+
+
+LEFT_ALONE = range(20_000, 32_000)
+"""Ports that systems give to no connection by themselves: one that was left is free when it is wanted again."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Port 0: any that is free. A host that is started again, or a group that is told where to meet, finds it free."""
+    for wanted in [port] if port else [*random.SystemRandom().sample(LEFT_ALONE, 20), 0]:
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if os.name == "posix":  # else a port that was just left could not be had again
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, wanted))
+            listener.listen(1024)
+            return listener
+        except OSError:
+            listener.close()
+            if wanted in (port, 0):
+                raise
+    raise AssertionError("the last was 0")
 
 
 def lock(file: IO[Any], *, wait: bool = False) -> None:

@@ -40,6 +40,7 @@ from potluck.fleet.reading import PeerReader
 from potluck.fleet.sealing import new_key
 from potluck.fleet.waits import tell_owed, tell_waits
 from potluck.fleet.watchers import STUCK_S, WatcherFeed
+from potluck.system import listen
 from potluck.wire.codec import decode
 from potluck.wire.messages import SAVE, Message, SealKey, StateBegin, StateChunk
 from potluck.wire.words import heard
@@ -444,15 +445,9 @@ def _tell(call: Callable[[], None]) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
+        return listen(host, port)
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --host or --port."
         ) from None
-    return listener

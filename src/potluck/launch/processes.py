@@ -10,7 +10,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from potluck.fleet.invite import INVITE
 from potluck.link.ranks import NODE, RANKS, Request
 from potluck.show.small_terminal import SmallTerminal
 from potluck.signals import Interrupts, held_back
-from potluck.system import KILL, heard_by, signal_apart, start_apart
+from potluck.system import KILL, heard_by, listen, signal_apart, start_apart
 from potluck.train.arguments import WorkersConfig
 from potluck.waiting import POLL_S, wait_until
 from potluck.words import plural, say, size
@@ -345,8 +344,7 @@ def check_room(workers: int) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    with listen("", 0) as probe:
         return int(probe.getsockname()[1])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from potluck.errors import ConfigError
 from potluck.files import read_table, write_whole
 from potluck.page.access import Access, new_token
+from potluck.system import listen
 
 ASKED = "POTLUCK_PAGE"
 """The environment variable that says what `--page` does where that is not given."""
@@ -42,11 +43,11 @@ def open_place(address: Access, folder: Path | None) -> tuple[socket.socket, str
     token = str(kept.get("token") or "") if kept.get("host") == address.host else ""
     port = int(kept.get("port") or 0) if kept.get("host") == address.host and not address.port else 0
     try:
-        listener = _listen(address.host, port or address.port)
+        listener = listen(address.host, port or address.port)
     except OSError:
         if not port:
             raise
-        listener = _listen(address.host, address.port)
+        listener = listen(address.host, address.port)
     needed = new_token(address.host)
     return listener, (token or needed) if needed else ""
 
@@ -61,19 +62,6 @@ def _kept(folder: Path) -> dict[str, Any]:
     kept = read_table(folder / KEPT, MOST_BYTES)
     is_right = isinstance(kept.get("port"), int) and 0 < kept["port"] < 1 << 16
     return kept if is_right and isinstance(kept.get("token"), str) else {}
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":  # else a port that was just left could not be had again
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 PATHS = ("folder", "beside", "pointer", "invite", "identity")
