@@ -312,6 +312,22 @@ def test_a_worker_that_crashes_ends_the_run_for_nobody_and_the_host_says_what_it
     assert "for as long as it takes, until one joins: potluck join" in error and "Ctrl-C saves and ends it" in error
 
 
+NEVER = """
+import time
+print("on my own", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_script_that_never_joins_does_not_keep_the_host_that_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "never.py").write_text(NEVER)
+    host = start(tmp_path, "host", "--threads", "1", "never.py")
+    wait_until(lambda: "on my own" in [line.text for line in read_output(tmp_path / "runs" / "never")])
+    host.send_signal(signal.SIGINT)
+    out, error = host.communicate(timeout=20)  # the script would take ten minutes, and its host waited 25 s for it
+    assert host.returncode == 130 and "Stopped after step 0. Nothing was saved." in out + error, (out, error)
+
+
 def test_a_joiner_without_arguments_runs_the_script_with_the_hosts(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(ENDS)
     host = start(tmp_path, "host", "-n", "0", "--out", "run", "ends.py", "--epochs", "2", "--way", "none")

@@ -12,6 +12,7 @@ import pytest
 from potluck.events import Event, Noticed, read_events
 from potluck.fleet.client import Client
 from potluck.fleet.effects import Finish, StepRecord
+from potluck.launch import host as host_module
 from potluck.launch.host import _Host
 from potluck.launch.options import HostArgs, HostOptions, host_args
 from potluck.wire.codec import encode
@@ -112,3 +113,21 @@ def test_a_file_of_events_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: p
         HungFile.made.answers.set()
         assert not is_held and not heard
     assert [event for event in HungFile.made.heard if event in told] == told
+
+
+def test_a_script_that_does_not_come_to_init_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(host_module, "NOT_JOINED_S", 0.5)
+    monkeypatch.chdir(tmp_path)
+    said: list[Event] = []
+    with ExitStack() as stack:
+        host = _Host(host_args(HostOptions(what="own.py", workers=1, out=str(tmp_path / "run"))), stack)
+        host.events.listeners.append(said.append)
+        running = threading.Thread(target=host.run, args=(lambda invite: None,), daemon=True)
+        running.start()
+        wait_until(lambda: any(isinstance(event, Noticed) for event in said))
+        host.server.request_stop()
+        running.join(30)
+        assert not running.is_alive()
+    (notice,) = [event.sentence for event in said if isinstance(event, Noticed)]
+    assert notice.startswith("own.py has run for 0.5 s and has not come to potluck.init()")

@@ -67,6 +67,8 @@ from potluck.words import duration, plural, say, shown_arguments
 
 LOCAL = "host-worker-"
 """Names of workers that end with the host."""
+NOT_JOINED_S = 20.0
+"""A script that has not called potluck.init() for so long is told of."""
 DESERTED_S = 3.0
 """How long a host has no worker before it says what it waits for: one that lost its connection is back by then."""
 NOW_S = 1.0
@@ -180,9 +182,8 @@ class _Host:
 
     def _await_scripts(self, pool: WorkerPool, finish: Finish) -> None:
         """A script may do something after its loop, for as long as that takes. Those that came too late for the run
-        would look for its host instead."""
-        if finish.reason == "finished":
-            pool.end_all_but(self._have_come)
+        would look for its host instead, and those that never came know nothing of its end."""
+        pool.end_all_but(self._have_come)
         if wait_until(lambda: not pool.is_alive, LEAVE_S) or self.args.table or finish.reason != "finished":
             return
         self._say("The run is done, and scripts on this machine still do what follows their loops. Ctrl-C ends them.")
@@ -218,8 +219,11 @@ class _Host:
                     return Finish(sentence, failed=True)  # the last words say it
                 if sentence:
                     self.terminal.call(partial(self._progress.say, f"potluck: {sentence}", style="yellow"))
+            has_joined = self.server.core.membership.next_id > first_id
             if len(ended) == self.options.workers:
-                self._tell_if_none_began(ended, has_joined=self.server.core.membership.next_id > first_id)
+                self._tell_if_none_began(ended, has_joined=has_joined)
+            elif not has_joined:
+                self._tell_if_none_comes()
 
     def _tell_if_none_began(self, ended: list[Worker], *, has_joined: bool) -> None:
         """Say once that all of this machine's workers have ended before the run began, and what it waits for."""
@@ -229,6 +233,17 @@ class _Host:
         self._notice(
             f"{tell_all_ended(ended, has_joined=has_joined)}, and nobody else is in. The run waits, for as long as it"
             f" takes, {self._until_one_joins()}"
+        )
+
+    def _tell_if_none_comes(self) -> None:
+        """Say once of a script that has run for a while what it would have to call."""
+        if self.args.table or self._deserted_at is not None or time.monotonic() < self.started + NOT_JOINED_S:
+            return
+        self._deserted_at = math.inf
+        self._notice(
+            f"{shown_arguments(self.args.script[:1])} has run for {NOT_JOINED_S:g} s and has not come to"
+            " potluck.init(). If it loads or downloads something first, this is no fault. A script that never calls it"
+            " trains by itself."
         )
 
     def _tell_if_deserted(self) -> None:
