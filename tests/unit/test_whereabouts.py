@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import potluck
 from potluck.environment import LAST_WORDS
 from potluck.link import whereabouts
-from potluck.link.whereabouts import END, RUNS, STEP, CallLog, Whereabouts, find_mistake, tell_waiting
+from potluck.link.whereabouts import END, LEFT, RUNS, STEP, CallLog, Whereabouts, find_mistake, tell_waiting
 from tests.quick import first_of
 from tests.ranks import run_ranks, try_ranks
 
@@ -45,6 +45,9 @@ def test_ranks_that_have_made_different_calls_are_named_with_where_they_are() ->
     )
     ended = find_mistake({0: log_of(STEP, MEAN), 1: log_of(STEP, END)})
     assert ended is not None and "worker 1 is at the end of its script" in ended
+    left = find_mistake({0: log_of(STEP, STEP), 1: log_of(STEP, LEFT, place="own.py, line 9"), 2: log_of(STEP, MEAN)})
+    assert left is not None and left.startswith("The loop of worker 1 has ended after step 3 (own.py, line 9), and ")
+    assert "let `break` depend on what is the same for all" in left
 
 
 @given(

@@ -35,6 +35,7 @@ from potluck.errors import Interrupted, WorkerLost
 from potluck.events import EpochDone, WorkerStep
 from potluck.fleet.ledger import prove
 from potluck.link.link import Alone, Pending, Rows, loss_of_peer
+from potluck.link.whereabouts import LEFT
 from potluck.replica.evaluate import Figures, LossFunction, add_up, looking, means_of
 from potluck.replica.moments import Moments, are_averaged
 from potluck.replica.replica import Replica
@@ -415,7 +416,7 @@ class GroupTable(Table):
 
     def _save_once(self, folder: Path) -> None:
         if self._saved_last != (folder, self._run.progress.step_number):
-            self.save(folder, keep_last=2)
+            self._save(folder, 2, LEFT)
         self.wait_for_saves()
 
     def last_words(self) -> str:
@@ -458,8 +459,11 @@ class GroupTable(Table):
         return self._run.link.gather_bytes(data)
 
     def save(self, folder: Path, keep_last: int) -> None:
+        self._save(folder, keep_last, "fleet.save()")
+
+    def _save(self, folder: Path, keep_last: int, call: str) -> None:
         run = self._run
-        with self._within("fleet.save()"):
+        with self._within(call):
             self.settle()
             standing, kept = take_position(run)
             self._saves.save(folder, run.prepared(), standing, keep_last, kept)

@@ -28,6 +28,8 @@ from potluck.words import duration, plural, say
 
 STEP = "fleet.step()"
 END = "the end of its script"
+LEFT = "the end of its loop"
+"""A loop ends by break, return or fleet.close(), or since all epochs are done: all workers leave theirs alike."""
 LOOK_S = 1.0
 """Seconds between two looks at whether this rank has made a further call."""
 QUIET_S = 2.0
@@ -107,12 +109,20 @@ def find_mistake(ranks: Mapping[int, Whereabouts]) -> str | None:
 
 
 def _tell_mistake(ranks: Mapping[int, Whereabouts], names: Mapping[int, str]) -> str:
-    call = next((name for name in names.values() if name not in (STEP, END)), STEP)
+    calls = [name for name in names.values() if name not in (STEP, END)]
+    call = LEFT if LEFT in calls else (calls or [STEP])[0]
     callers = [rank for rank, name in names.items() if name == call]
     others = [rank for rank in names if rank not in callers]
     first = ranks[callers[0]]
     when = f" after step {first.after_step}" if call != STEP and first.after_step else ""
     elsewhere = " and ".join(f"worker {rank} is at {names[rank]}{_at(ranks[rank])}" for rank in others)
+    if call == LEFT:
+        return (
+            f"The loop of {_workers(callers)} has ended{when}{_at(first)}, and that of {_workers(others)} has not:"
+            f" {elsewhere}. All workers leave their loops after the same step: let `break` depend"
+            " on what is the same for all, as fleet.mean() and fleet.evaluate() are, or call fleet.finish(), which ends"
+            " the run for all though one worker alone calls it."
+        )
     return (
         f"{call} was called on {_workers(callers)}{when}{_at(first)}, and not on {_workers(others)}: {elsewhere}. It"
         " needs all workers, so each would wait for the other. Call it on every worker, and not on rank 0 alone: where"
