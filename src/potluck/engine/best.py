@@ -30,6 +30,8 @@ class BestSoFar:
 
     def _load(self, saved: dict[str, Any] | None) -> None:
         self._known = Validations(**(saved or {}))
+        loop = self._fleet.run.loop
+        loop.best = loop.best if loop.has_trainer else None  # what was kept may be no more, where the run has gone back
 
     def _take(self, value: Value, call: str) -> bool:
         """Whether this is the best value so far. keep_best() and early_stop() of one step hear the same value.

@@ -362,6 +362,8 @@ class Engine(Handle):
         while True:
             if loader.position.row >= loader.rows:
                 loader.end_epoch()
+            if self.is_led and loader.position.epoch >= count:
+                self.table.end_well(None)  # the run may go back until that is kept, and is trained on then
             if run.progress.stopping or loader.position.epoch >= count:
                 return
             loader.check_epoch(keep)

@@ -238,17 +238,20 @@ class Trainer:
                 " Raise it to continue the run."
             )
         try:
-            for _ in self.engine.passes(self.config.epochs, self._keep):
-                if self._is_over:  # it has as many steps as it may
-                    break
-                for batch in self._loader:
-                    self.engine.train(self.loss, batch)
-                    self.engine.step()
+            while True:
+                for _ in self.engine.passes(self.config.epochs, self._keep):
+                    if self._is_over:  # it has as many steps as it may
+                        break
+                    for batch in self._loader:
+                        self.engine.train(self.loss, batch)
+                        self.engine.step()
+                if is_over := self._is_over:
+                    self._validate()
+                self._keep()
+                if self._is_over or not is_over:  # else the run has gone back meanwhile, and is trained on
+                    return
         finally:
             self.engine.after_agreement.remove(self._after_agreement)
-        if self._is_over:
-            self._validate()
-        self._keep()
 
     def _keep(self) -> None:
         self._save()

@@ -37,6 +37,8 @@ class FolderDisk(Disk):
         super().__init__(piece=PIECE)
         self._folder = folder
         self._positions: dict[int, Position] = {}
+        self.is_best: dict[int, bool] = {}
+        """By step: whether its checkpoint says that it was the best so far."""
 
     @property
     def standing(self) -> Position | None:
@@ -50,6 +52,7 @@ class FolderDisk(Disk):
             unpacker.feed(data)
             unpacker.close()
             self._positions[step] = standing_of(place, checkpoint_folder.check(place))
+            self.is_best[step] = checkpoint_folder.best_loss(place) is not None
         except (CheckpointError, PotluckError):
             return False
         return self._positions[step].version == step
@@ -83,6 +86,13 @@ class EngineFleet(Fleet):
             step = engine.step_number
             before = self.looked.setdefault(step, loss)
             assert before == loss, f"{worker.name} finds {loss} after step {step}, and another {before}"
+
+    def on_best(self, worker: EngineWorker, engine: Engine) -> None:
+        """Its loop is over, and called the last step the best."""
+        newest = self.disk.newest
+        if newest == engine.version and not (self.lost_at or engine.stopping):  # one that has left is not waited for
+            assert isinstance(self.disk, FolderDisk)
+            assert self.disk.is_best[newest], f"{worker.name}'s best step {newest} is not kept so"
 
     def assert_right(self) -> None:
         ended = {worker.ended_with for worker in self.engine_workers if worker.ended_with and not worker.error}

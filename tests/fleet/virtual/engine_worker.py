@@ -65,6 +65,8 @@ class Task:
     save_every: int = 0
     evaluate_every: int = 0
     gather_every: int = 0
+    keeps_best: bool = False
+    """Each epoch is its best so far."""
     is_in_loop: bool = False
     """Whether the loop itself evaluates and saves, in the middle of a step or a window, and not a callback."""
 
@@ -216,6 +218,7 @@ class EngineWorker(Client):
         if not task.is_in_loop:
             engine.after_step.append(lambda: self._use_others(engine, engine.step_number))
         engine.after_agreement.append(lambda: self.engines.on_agreed(self, engine, model))
+        is_best = False
         for _ in engine.epochs(task.epochs):
             for number, (x, y, _) in enumerate(loader, start=1):
                 self.ask(Sleep(len(x) * self._row_s))
@@ -223,6 +226,9 @@ class EngineWorker(Client):
                     self._use_others(engine, number)
                 engine.backward(loss_of(model, x, y, 0), samples=len(x))
                 engine.step()
+            is_best = task.keeps_best and engine.keep_best(-float(engine.step_number))
+        if is_best:
+            self.engines.on_best(self, engine)
         self.ended_with = hash_of([*model.parameters(), *model.buffers()])
         engine.close()
 
