@@ -93,8 +93,8 @@ def simulate(seed: int, policy: str, told: Counter[str]) -> Fleet:
 
 def simulate_engine(seed: int, told: Counter[str]) -> EngineFleet:
     draw = random.Random(f"engines {seed}")
-    habits = random.Random(f"in loop {seed}")
-    task = replace(draw_task(draw), is_in_loop=habits.random() < 0.3, keeps_best=habits.random() < 0.5)
+    is_in_loop, keeps_best = (random.Random(f"{habit} {seed}").random() for habit in ("in loop", "keeps"))
+    task = replace(draw_task(draw), is_in_loop=is_in_loop < 0.3, keeps_best=keeps_best < 0.5)
     patience_s = draw.choice([2.0, 4.0])
     with living(task, at_least=1, patience_s=patience_s) as run:
         storm = Storm(run, draw, {})

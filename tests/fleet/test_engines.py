@@ -82,6 +82,7 @@ def test_a_loop_that_evaluates_before_its_backward_and_is_moved_meanwhile_gets_t
     [
         pytest.param(112, id="the run goes back before its end is kept, under Sync"),
         pytest.param(5000209, id="the run goes back in a pass, and comes to where it was"),
+        pytest.param(4152, id="the run goes back while its last step is kept as the best"),
     ],
 )
 def test_seeds_that_found_a_fault_are_right(seed: int) -> None:
