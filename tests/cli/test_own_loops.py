@@ -18,6 +18,7 @@ from potluck.show.output import read_output
 from potluck.words import duration
 from tests.cli.test_cli import children, is_alive, run, start, steps, wait_until
 from tests.cli.test_host import assert_same, events, invite_of, join, weights
+from tests.quick import first_of
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -263,7 +264,7 @@ def test_the_last_epoch_of_a_script_is_kept_as_its_best_though_it_was_kept_befor
     assert torch.equal(kept["weight"], load_file(best / "model.safetensors")["weight"])
 
 
-@pytest.mark.parametrize("way", ["break", "finish", "early"])
+@pytest.mark.parametrize("way", first_of(["early", "break", "finish"]))
 def test_a_script_ends_the_run_for_all_with_what_follows_its_loop_and_status_0(way: str, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(ENDS)
     order = ["host", "-n", "2", "--at-least", "2", "--threads", "1", "ends.py", "--epochs", "50", "--way", way]

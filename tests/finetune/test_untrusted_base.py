@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from potluck.errors import ConfigError
 from potluck.finetune.settings import PretrainedConfig
 from tests.finetune.made import make_base, make_tokenizer
+from tests.quick import first_of
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 CPU = torch.device("cpu")
@@ -234,7 +235,7 @@ def impatient() -> Iterator[None]:
         rendering.template_process.cache_clear()
 
 
-@pytest.mark.parametrize("template", BOMBS)
+@pytest.mark.parametrize("template", first_of(BOMBS, 2))
 def test_a_template_that_takes_too_much_is_stopped_with_a_sentence(template: str, impatient: None) -> None:
     from potluck.finetune.encoding import Encoder
     from potluck.finetune.records import TextRecord

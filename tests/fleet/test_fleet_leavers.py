@@ -89,7 +89,7 @@ def tells_its_rank(place: Path, fleet: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    first_of([(1, potluck.NoShard()), (2, potluck.FullShard()), (2, potluck.ShardGradOp())], 2),
+    first_of([(1, potluck.NoShard()), (2, potluck.FullShard()), (2, potluck.ShardGradOp())]),
     ids=["workers", "FullShard", "ShardGradOp"],
 )
 def test_ranks_are_those_of_a_world_while_workers_leave_and_join(ranks: int, strategy: Any, tmp_path: Path) -> None:
