@@ -226,7 +226,9 @@ class EngineWorker(Client):
                     self._use_others(engine, number)
                 engine.backward(loss_of(model, x, y, 0), samples=len(x))
                 engine.step()
-            is_best = task.keeps_best and engine.keep_best(-float(engine.step_number))
+            step = engine.step_number
+            # It may be put elsewhere while it hears what the others have found.
+            is_best = task.keeps_best and engine.keep_best(-float(step)) and engine.step_number == step
         if is_best:
             self.engines.on_best(self, engine)
         self.ended_with = hash_of([*model.parameters(), *model.buffers()])
