@@ -25,7 +25,7 @@ from tests.fleet.virtual.toy import ROWS
 from tests.fleet.virtual.worker import Worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-MOST = 100
+MOST, MOST_SLOW = 100, 400
 """Seeds. Each is lived under every policy; a few seconds find all that is not slow."""
 HANG_S = 10
 
@@ -76,7 +76,7 @@ SLOW = {
 }
 
 
-def find(most: int = MOST) -> tuple[int, str] | None:
+def find(most: int) -> tuple[int, str] | None:
     """The first seed, and the policy, under which a run goes wrong."""
     for seed in range(most):
         for policy in POLICIES:
@@ -94,4 +94,5 @@ def find(most: int = MOST) -> tuple[int, str] | None:
 def test_a_fault_that_is_put_back_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name, instead in MUTANTS[what]:
         monkeypatch.setattr(owner, name, instead)
-    assert find() is not None, f"{MOST} seeds under each policy do not show that {what}"
+    most = MOST_SLOW if what in SLOW else MOST
+    assert find(most) is not None, f"{most} seeds under each policy do not show that {what}"
