@@ -1541,6 +1541,30 @@ def test_a_newcomer_that_says_twice_that_it_is_ready_is_let_in_once() -> None:
     assert len(sent) == 1
 
 
+def told_others(effects: list[Effect]) -> list[tuple[int, int]]:
+    """Whom it was told, and how many others there are: of none, one that prints as if it were alone."""
+    sent = [(e.peer, e.message) for e in effects if isinstance(e, Send)]
+    return [(peer, json.loads(m.position).get("others", 0)) for peer, m in sent if isinstance(m, Admitted)]
+
+
+def test_of_those_who_come_before_the_first_step_one_alone_is_told_of_no_others() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET, at_least=4)
+    effects_of(core, *((peer, hello(f"w{peer}")) for peer in (1, 2, 3)))
+    assert told_others(effects_of(core, *((peer, ready()) for peer in (2, 1, 3)))) == [(2, 0), (1, 1), (3, 2)]
+    core.at(101.0).on_closed(2, "it was killed")
+    assert told_others(effects_of(core, (4, hello("w4")), (4, ready()))) == [(4, 2)]
+
+
+def test_of_those_who_are_given_a_checkpoint_one_alone_is_told_of_no_others() -> None:
+    core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=stood(4, 1, 16, 53), expected=1))
+    core.description = described()
+    effects_of(core, (1, hello("w1")), (2, hello("w2")), (2, ready()), (1, ready()))
+    for peer in (1, 2):
+        core.on_heard(109.0, peer)
+    assert core.at(110.5).on_tick() == [Restore()]
+    assert told_others(core.at(110.5).restored(stood(4, 1, 16, 53))) == [(2, 0), (1, 1)]
+
+
 def test_a_run_that_goes_back_says_from_where_and_that_it_waits_first() -> None:
     core = Coordinator(patience_s=10, secret=SECRET, resumed=Resumed(standing=stood(4, 1, 16, 53), expected=1))
     core.description = described()

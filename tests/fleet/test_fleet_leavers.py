@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 
 import potluck
 from potluck.agree.policy import Cadence
 from potluck.events import WorkerWent
 from tests.fleet.faults import at
-from tests.fleet.fleet import STEPS, Fleet, train, wait_until
+from tests.fleet.fleet import BATCH, EPOCHS, STEPS, Fleet, build, train, wait_until
 from tests.fleet.judges import assert_close, judge
 from tests.fleet.kinds import Kind, Size
 from tests.quick import first_of
@@ -128,6 +129,35 @@ def test_each_rank_of_nodes_has_a_rank_of_its_own_in_the_world(tmp_path: Path) -
     last = told_ranks(tmp_path)[STEPS]
     assert {world for _, world in last.values()} == {4}
     assert sorted(rank for rank, _ in last.values()) == [0, 1, 2, 3], last
+
+
+def builds_late(place: Path) -> None:
+    at("joined", lambda step, **what: wait_until((place / "go").exists))
+
+
+def tells_whether_it_is_main(place: Path, fleet: Any) -> Any:
+    """Once before its first step, and after each."""
+    model, optimizer, data = build()
+    model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
+    for _ in fleet.epochs(EPOCHS):
+        with (place / os.environ["POTLUCK_NAME"]).open("a") as file:
+            print(fleet.is_main, file=file)
+        for x, y in loader:
+            fleet.backward(F.cross_entropy(model(x), y), samples=len(x))
+            fleet.step()
+    return model
+
+
+def test_of_those_who_come_before_the_first_step_one_is_main_from_its_first_epoch_on(tmp_path: Path) -> None:
+    """The first who has built its model, also where another connected before it."""
+    fleet = Fleet(tmp_path, at_least=2)
+    fleet.add("late", builds_late, job=partial(tells_whether_it_is_main, tmp_path))
+    wait_until(lambda: len(fleet.server.core.membership.members) == 1)
+    fleet.add("first", job=partial(tells_whether_it_is_main, tmp_path))
+    fleet.let_in("first")
+    fleet.finish()
+    for name, told in (("first", "True\n"), ("late", "False\n")):
+        assert (tmp_path / name).read_text() == told * EPOCHS
 
 
 def told_ranks(place: Path) -> dict[int, dict[str, tuple[int, int]]]:

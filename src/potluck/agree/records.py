@@ -90,7 +90,8 @@ class Position:
         return cls(**numbers, left=tuple((start, end) for start, end in saved.get("left", ())))
 
     def to_wire(self, others: int = 0) -> str:
-        """The form of Admitted.position. `others`: how many workers train, of which one gives its weights."""
+        """The form of Admitted.position. `others`: how many came before the worker that is told, if it does not
+        speak for all."""
         where = {"step": self.version, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen}
         return json.dumps(where | ({"others": others} if others else {}))
 

@@ -69,6 +69,8 @@ class CoordinatorState:
         """How many may come back who hold the weights, while nobody here does."""
         self.leaders: dict[int, int] = {}
         """After each of the last steps, the worker that speaks for all."""
+        self._speaker = -1
+        """The worker that does so now."""
         self.steps: dict[int, int] = {}
         """After each of the last windows, how many batches of the run were done."""
 
@@ -104,6 +106,22 @@ class CoordinatorState:
         """Batches of the whole run; 0: nobody has said how long it is."""
         described = self.description
         return described.steps_at(*divmod(self.rows_limit, described.rows)) if described is not None else 0
+
+    def name_speaker(self) -> int:
+        """Return the id of the worker that speaks for all: the first who came, for as long as it is in; then another.
+        0: nobody can."""
+        ids = [member.worker_id for member in self.membership.holders]
+        if ids and self._speaker not in ids:
+            self._speaker = ids[0]
+        return self._speaker if ids else 0
+
+    def count_others(self, newcomer: WorkerRecord) -> int:
+        """How many are in, or on their way, before this one; 0 where it is the one that will speak for all. So only
+        one of those who come before the first step prints as if it were alone."""
+        others = [m for m in self.membership.inside if not m.plain and m is not newcomer]
+        if not self.membership.holders and self._speaker not in [m.worker_id for m in others]:
+            self._speaker = newcomer.worker_id
+        return len(others) if self._speaker != newcomer.worker_id else 0
 
     def is_silent(self, member: WorkerRecord) -> bool:
         """Longer than it has ever been: it may be gone, or asleep. A plain peer sends no heartbeats to tell that by."""

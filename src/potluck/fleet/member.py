@@ -91,7 +91,7 @@ class Member:
         self.is_replaying = False
         """It has others' weights, and has computed nothing since."""
         self.others = 0
-        """How many others train, where one of them gives this worker its weights."""
+        """How many others came before this worker; 0: it speaks for all, until the host names another."""
         self.evaluation: MemberEvaluation | None = None
         self.gathering: MemberGathering | None = None
         self._call = -1, -1

@@ -421,8 +421,7 @@ class StepDispatcher:
         epoch = self._end_epoch() if run.standing.row >= run.described.rows else None
         if under.decision is not None:
             run.steps[run.standing.version] = run.steps_done
-        holders = run.membership.holders
-        run.leaders[under.step] = holders[0].worker_id if holders else 0
+        run.leaders[under.step] = run.name_speaker()
         run.leaders.pop(under.step - 3, None)
         effects: list[Effect] = [Record(record), *self._tell_committed(under, record, epoch)]
         effects += self._tell_lossless(under)

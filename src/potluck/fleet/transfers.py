@@ -83,8 +83,7 @@ class Transfers:
         member.since = step + 1
         number, self.next_number = self.next_number, self.next_number + 1
         self.under_way[number] = Transfer(number, sponsor, member.peer, step, moved_at=self.run.clock)
-        others = len(self.run.membership.holders) if sponsor is not None else 0
-        admitted = Admitted(step, 1, self.run.standing.to_wire(others))
+        admitted = Admitted(step, 1, self.run.standing.to_wire(self.run.count_others(member)))
         return [Send(member.peer, admitted), Subscribe(member.peer, step + 1)], number
 
     # On their way

@@ -174,7 +174,7 @@ class Weights:
             self.rounds.part()
         return [
             *self.digests.admit(member, ready),
-            Send(member.peer, Admitted(ready.step, 0, self.run.standing.to_wire())),
+            Send(member.peer, Admitted(ready.step, 0, self.run.standing.to_wire(self.run.count_others(member)))),
             Subscribe(member.peer, since),
             *self.take_in(member),
         ]
