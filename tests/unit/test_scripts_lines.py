@@ -3,9 +3,11 @@
 import io
 import os
 import sys
+import threading
+from collections.abc import Callable
 
 import pytest
-from rich.console import Console
+from rich.console import Console, ConsoleRenderable, RenderHook
 from tqdm import tqdm
 
 from potluck.events import RunEnded, RunStarted
@@ -13,6 +15,7 @@ from potluck.launch.processes import _forward
 from potluck.show.progress import Progress
 from potluck.words import say
 from tests.unit.test_output import Screen
+from tests.unit.test_progress import done
 
 
 def started() -> RunStarted:
@@ -47,6 +50,35 @@ def test_lines_stand_above_the_table_and_stay_and_a_bar_stands_below_it_until_it
     shown = screen.end()
     assert sum("[host-worker-0] epoch 1: train 0.5" in line for line in shown) == 1
     assert sum("epoch 2" in line for line in shown) == 1 and not any("50%" in line for line in shown)
+
+
+class DrawsMeanwhile(RenderHook):
+    """While the first thing is printed, another thread draws the table, if it may."""
+
+    def __init__(self, draw: Callable[[], None]) -> None:
+        self.drawer = threading.Thread(target=draw)
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        if self.drawer.ident is None:
+            self.drawer.start()
+            self.drawer.join(0.2)  # one that must wait until the line is printed does not end before
+        return renderables
+
+
+def test_a_table_that_grows_while_a_line_is_printed_leaves_no_row_of_it_behind() -> None:
+    screen = Screen()
+    progress = Progress(Console(file=screen, force_terminal=True, width=80, color_system=None))
+    progress(started())
+    progress._live.refresh()  # type: ignore[union-attr]
+    progress(done(1, 1.0))  # which is to be drawn, with two workers
+    progress.console.push_render_hook(hook := DrawsMeanwhile(progress._live.refresh))  # type: ignore[union-attr]
+    progress.say_of("host-worker-0", ["epoch 1"])
+    hook.drawer.join()
+    progress.say_of("host-worker-0", ["epoch 2"])
+    progress(ended())
+    shown = [line.rstrip() for line in screen.end()]
+    assert [line for line in shown if "epoch" in line] == [f"[host-worker-0] epoch {number}" for number in (1, 2)]
+    assert sum("step 1/9" in line for line in shown) == 1, shown
 
 
 def test_without_a_terminal_lines_are_lines_and_errors_go_where_errors_go(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,12 +78,22 @@ class BesideTable(io.TextIOBase):
         return self._stream
 
 
+class LiveTable(Live):
+    """A table that stays below the lines that are printed above it."""
+
+    def say(self, line: Text) -> None:
+        """Print a line with no drawing in between: rich's own goes up by the rows of the table as it was when it began,
+        and one of other rows, drawn meanwhile by its thread, would leave one behind or take one too many."""
+        with self._lock:
+            self.console.print(line)
+
+
 class Progress:
     """A listener. Give it a console to see what a person would."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
-        self._live: Live | None = None
+        self._live: LiveTable | None = None
         self._run: RunStarted | None = None
         self._last: StepDone | None = None
         self._decided: Decided | None = None
@@ -149,13 +159,16 @@ class Progress:
             if self._live is None and is_error:
                 print(f"{mark}{printable(line)}", file=sys.stderr, flush=True)
             else:
-                self.console.print(Text(mark) + Text.from_ansi(line))
+                self._print(Text(mark) + Text.from_ansi(line))
         self._drawn[f"{worker} {is_error}"] = [f"{mark}{row}" for row in drawn[-MOST_DRAWN:]]
         if self._live is not None:
             self._live.update(self._picture())
 
     def say(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style))
+        self._print(Text(text, style=style))
+
+    def _print(self, line: Text) -> None:
+        (self._live.say if self._live is not None else self.console.print)(line)
 
     def close(self) -> None:
         if self._live is not None:
@@ -185,7 +198,7 @@ class Progress:
         if run.from_step:
             self.say(f"Continuing from step {run.from_step:,}.")
         if self.console.is_terminal:
-            self._live = Live(
+            self._live = LiveTable(
                 self._picture(),
                 console=self.console,
                 refresh_per_second=4,
