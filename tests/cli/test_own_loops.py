@@ -311,7 +311,10 @@ def test_a_worker_that_crashes_ends_the_run_for_nobody_and_the_host_says_what_it
     out, said = joiner.communicate(timeout=60)
     _, error = host.communicate(timeout=60)
     assert joiner.returncode == 0 and host.returncode == 0, (out, said, error)
-    assert "for as long as it takes, until one joins: potluck join" in error and "Ctrl-C saves and ends it" in error
+    assert (
+        "for as long as it takes, until one joins: potluck join" in error
+        and "Ctrl-C ends it, with what is saved by now." in error
+    )
 
 
 NEVER = """

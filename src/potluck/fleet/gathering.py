@@ -171,9 +171,10 @@ class Gatherings:
             gathering.told_at = run.clock
             then = "the others continue without its value"
             if not is_over:
-                then += f" after {LONG * run.patience_s:g} s"
+                then += f" after {LONG * run.patience_s:g} s; call it on every worker, and not on rank 0 alone"
             doing = (
-                f"it has not called fleet.mean() or fleet.gather() at step {run.step_at(call[0]):,}, as others have,"
+                f"it has not called fleet.mean(), fleet.gather(), fleet.keep_best() or fleet.early_stop() at step"
+                f" {run.step_at(call[0]):,}, as others have,"
             )
             effects += [stalled(member, doing, seconds, then=then) for member in self.missing(call)]
             if is_over:

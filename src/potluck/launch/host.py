@@ -261,7 +261,7 @@ class _Host:
 
     def _until_one_joins(self) -> str:
         script = "" if self.args.table else f" {shown_arguments(self.args.script)}"
-        ends = "saves and ends it" if self._has_started else "ends it"
+        ends = "ends it, with what is saved by now" if self._has_started else "ends it"
         return f"until one joins: potluck join {self.folder / 'invite'}{script}. Ctrl-C {ends}."
 
     def _start_page(self) -> PageProcess | None:
