@@ -169,6 +169,26 @@ def test_in_stages_the_best_is_kept_as_one_plain_model_and_the_run_ends_early_fo
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
+def counts_epochs(folder: Path, epochs: int) -> list[int]:
+    fleet, model, loader = begin()
+    fleet.load(folder)
+    with fleet:
+        for epoch in fleet.epochs(epochs, folder):
+            for batch in loader:
+                step(fleet, model, batch)
+            fleet.keep_best(-float(epoch))
+            fleet.state["seen"] = [*fleet.state.get("seen", []), epoch]
+    return list(fleet.state["seen"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_loop_keeps_after_its_last_epoch_is_there_when_the_run_is_made_longer(
+    world: int, tmp_path: Path
+) -> None:
+    assert run_ranks(world, counts_epochs, tmp_path, 2) == [[0, 1]] * world
+    assert run_ranks(world, counts_epochs, tmp_path, 4) == [[0, 1, 2, 3]] * world
+
+
 def test_the_best_file_has_the_average_that_was_looked_at(tmp_path: Path) -> None:
     fleet, model, loader = begin()
     average = fleet.ema(0.9)

@@ -79,6 +79,8 @@ class GroupTable(Table):
         self._folder: Path | None = None
         """The folder that load() was given."""
         self._saved_last: tuple[Path, int] | None = None
+        self._kept_last = ""
+        """What was kept beside the weights then."""
         self._finishes: bool | None = None
         """Whether the run ends as if it were done: asked once, when all stop."""
         speaks = self.rank == 0 or ONLY in os.environ
@@ -415,9 +417,19 @@ class GroupTable(Table):
             self._save_once(folder)
 
     def _save_once(self, folder: Path) -> None:
-        if self._saved_last != (folder, self._run.progress.step_number):
+        if self._saved_last != (folder, self._run.progress.step_number) or self._keeps_more():
             self._save(folder, 2, LEFT)
         self.wait_for_saves()
+
+    def _keeps_more(self) -> bool:
+        """Whether a loop has changed what it keeps beside the weights since they were saved, on any worker: an epoch's
+        code may save, as keep_best() does, and then count on."""
+        with self._within(LEFT):
+            changed = float(self._kept() != self._kept_last)
+            return any(each for (each,) in self._run.link.gather_rows([changed]))
+
+    def _kept(self) -> str:
+        return json.dumps(self._run.kept.save({}), sort_keys=True)
 
     def last_words(self) -> str:
         return f"Stopped after step {self._run.progress.step_number}."
@@ -467,7 +479,7 @@ class GroupTable(Table):
             self.settle()
             standing, kept = take_position(run)
             self._saves.save(folder, run.prepared(), standing, keep_last, kept)
-        self._saved_last = folder, standing["step"]
+        self._saved_last, self._kept_last = (folder, standing["step"]), self._kept()
         if run.keeper is not None:
             run.keeper.on_saved()
 
@@ -491,7 +503,7 @@ class GroupTable(Table):
         restore_position(run, standing)
         run.prepared().remember_buffers()
         run.loaded_from = Path(standing["path"])
-        self._saved_last = folder, run.progress.step_number
+        self._saved_last, self._kept_last = (folder, run.progress.step_number), self._kept()
         if run.loader is not None and run.loader.position.row >= run.loader.rows:
             run.loader.end_epoch()
         if standing["workers"] != self.world:
