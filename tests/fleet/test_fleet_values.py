@@ -178,6 +178,29 @@ def test_the_last_validation_of_a_trainer_is_kept_as_its_best(tmp_path: Path) ->
     assert_same(kept, load_file(best / "model.safetensors"))
 
 
+def best_at_its_end(fleet: Any) -> torch.nn.Module:
+    """A loop of one's own, each of whose epochs is its best."""
+    model, optimizer, data = build()
+    model, _, loader = fleet.prepare(model, optimizer, data, batch_size=BATCH, seed=1)
+    for epoch in fleet.epochs(EPOCHS):
+        for x, y in loader:
+            fleet.backward(F.cross_entropy(model(x), y), samples=len(x))
+            fleet.step()
+        assert fleet.keep_best(-float(epoch))
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_worker_keep_its_last_step_as_the_best_together(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    fleet.add_node("node", 2, job=best_at_its_end)
+    weights = fleet.finish()
+    best = best_of(found(tmp_path / "checkpoints"))
+    assert best is not None and best.name.startswith(f"step-{STEPS:08d}")
+    kept = load_file(tmp_path / "best.safetensors")
+    assert_same(kept, {name: weights[name] for name in kept})
+
+
 VALUES = [3.0, 2.0, 2.5, 2.6, 2.7, 1.0]
 
 
