@@ -115,19 +115,31 @@ def test_a_file_of_events_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: p
     assert [event for event in HungFile.made.heard if event in told] == told
 
 
-def test_a_script_that_does_not_come_to_init_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text("import time\ntime.sleep(600)\n")
+def test_a_script_that_does_not_come_to_init_is_named_once_and_its_end_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "import time\nfrom pathlib import Path\nwhile not Path('ends').exists():\n    time.sleep(0.1)\n"
+    )
     monkeypatch.setattr(host_module, "NOT_JOINED_S", 0.5)
     monkeypatch.chdir(tmp_path)
-    said: list[Event] = []
+    said: list[str] = []
+
+    def hear(event: Event) -> None:
+        said.extend([event.sentence] if isinstance(event, Noticed) else [])
+
     with ExitStack() as stack:
         host = _Host(host_args(HostOptions(what="own.py", workers=1, out=str(tmp_path / "run"))), stack)
-        host.events.listeners.append(said.append)
+        host.events.listeners.append(hear)
         running = threading.Thread(target=host.run, args=(lambda invite: None,), daemon=True)
         running.start()
-        wait_until(lambda: any(isinstance(event, Noticed) for event in said))
+        wait_until(lambda: len(said) == 1)
+        (tmp_path / "ends").touch()
+        wait_until(lambda: len(said) == 2)
         host.server.request_stop()
         running.join(30)
         assert not running.is_alive()
-    (notice,) = [event.sentence for event in said if isinstance(event, Noticed)]
-    assert notice.startswith("own.py has run for 0.5 s and has not come to potluck.init()")
+    assert said[0].startswith("own.py has run for 0.5 s and has not come to potluck.init()")
+    assert said[1].startswith(
+        "The worker on this machine has ended without joining: the script came to its end and never"
+    )

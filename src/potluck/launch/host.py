@@ -138,6 +138,8 @@ class _Host:
         """Names of all who have ever taken part."""
         self._deserted_at: float | None = None
         """Since when there is no worker; infinity: that was said."""
+        self._was_named = False
+        """Whether it was said that the script has not come to potluck.init()."""
         self._told_now_at = -NOW_S
         self._stack = stack
         self.server = self._serve()
@@ -237,9 +239,9 @@ class _Host:
 
     def _tell_if_none_comes(self) -> None:
         """Say once of a script that has run for a while what it would have to call."""
-        if self.args.table or self._deserted_at is not None or time.monotonic() < self.started + NOT_JOINED_S:
+        if self.args.table or self._was_named or time.monotonic() < self.started + NOT_JOINED_S:
             return
-        self._deserted_at = math.inf
+        self._was_named = True
         self._notice(
             f"{shown_arguments(self.args.script[:1])} has run for {NOT_JOINED_S:g} s and has not come to"
             " potluck.init(). If it loads or downloads something first, this is no fault. A script that never calls it"
