@@ -1,5 +1,6 @@
 """Wraps what not every operating system has: locks on files, process groups, scattered sends. Imports no torch."""
 
+import errno
 import os
 import random
 import select
@@ -44,19 +45,26 @@ LEFT_ALONE = range(20_000, 32_000)
 
 def listen(host: str, port: int) -> socket.socket:
     """Port 0: any that is free. A host that is started again, or a group that is told where to meet, finds it free."""
-    for wanted in [port] if port else [*random.SystemRandom().sample(LEFT_ALONE, 20), 0]:
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    for own in random.SystemRandom().sample(LEFT_ALONE, 20) if not port else ():
         try:
-            if os.name == "posix":  # else a port that was just left could not be had again
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, wanted))
-            listener.listen(1024)
-            return listener
-        except OSError:
-            listener.close()
-            if wanted in (port, 0):
-                raise
-    raise AssertionError("the last was 0")
+            return _listen(host, own)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                break
+    return _listen(host, port)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # else a port that was just left could not be had again
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def lock(file: IO[Any], *, wait: bool = False) -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from rich.console import Console, ConsoleRenderable, RenderHook
@@ -15,21 +16,12 @@ from potluck.launch.processes import _forward
 from potluck.show.progress import Progress
 from potluck.words import say
 from tests.unit.test_output import Screen
+from tests.unit.test_pace import began
 from tests.unit.test_progress import done
 
 
 def started() -> RunStarted:
-    return RunStarted(
-        name="r",
-        folder="runs/r",
-        workers=1,
-        device="cpu",
-        parameters=3,
-        unit="rows",
-        batch_size=2,
-        steps_total=9,
-        from_step=0,
-    )
+    return replace(began(), batch_size=2, steps_total=9)
 
 
 def ended() -> RunEnded:

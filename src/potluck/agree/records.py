@@ -95,6 +95,11 @@ class Position:
         where = {"step": self.version, "epoch": self.epoch, "row": self.row, "rows_seen": self.rows_seen}
         return json.dumps(where | ({"others": others} if others else {}))
 
+    @staticmethod
+    def others_in(text: str) -> int:
+        """Return how many others to_wire() was told of."""
+        return max(0, int(json.loads(text).get("others", 0)))
+
     @classmethod
     def from_wire(cls, text: str) -> Self:
         found = {name: int(number) for name, number in json.loads(text).items()}

@@ -40,7 +40,7 @@ from potluck.replica.evaluate import Figures, LossFunction, add_up, looking, mea
 from potluck.replica.moments import Moments, are_averaged
 from potluck.replica.replica import Replica
 from potluck.save.parts import is_in_parts, whole_state
-from potluck.save.saves import Saves
+from potluck.save.saves import Saves, Standing
 from potluck.sums.means import CodedLinkMean, LinkMean
 from potluck.sums.window_delta import WindowDelta
 from potluck.words import say
@@ -80,7 +80,7 @@ class GroupTable(Table):
         """The folder that load() was given."""
         self._saved_last: tuple[Path, int] | None = None
         self._kept_last = ""
-        """What was kept beside the weights then."""
+        """What the loop kept beside the weights then."""
         self._finishes: bool | None = None
         """Whether the run ends as if it were done: asked once, when all stop."""
         speaks = self.rank == 0 or ONLY in os.environ
@@ -425,11 +425,12 @@ class GroupTable(Table):
         """Whether a loop has changed what it keeps beside the weights since they were saved, on any worker: an epoch's
         code may save, as keep_best() does, and then count on."""
         with self._within(LEFT):
-            changed = float(self._kept() != self._kept_last)
+            changed = float(self._kept_in(self._run.kept.save({})) != self._kept_last)
             return any(each for (each,) in self._run.link.gather_rows([changed]))
 
-    def _kept(self) -> str:
-        return json.dumps(self._run.kept.save({}), sort_keys=True)
+    def _kept_in(self, standing: Standing) -> str:
+        kept = {name: value for name, value in standing.items() if name in self._run.kept}
+        return json.dumps(kept, sort_keys=True)
 
     def last_words(self) -> str:
         return f"Stopped after step {self._run.progress.step_number}."
@@ -479,7 +480,7 @@ class GroupTable(Table):
             self.settle()
             standing, kept = take_position(run)
             self._saves.save(folder, run.prepared(), standing, keep_last, kept)
-        self._saved_last, self._kept_last = (folder, standing["step"]), self._kept()
+        self._saved_last, self._kept_last = (folder, standing["step"]), self._kept_in(standing)
         if run.keeper is not None:
             run.keeper.on_saved()
 
@@ -503,7 +504,8 @@ class GroupTable(Table):
         restore_position(run, standing)
         run.prepared().remember_buffers()
         run.loaded_from = Path(standing["path"])
-        self._saved_last, self._kept_last = (folder, run.progress.step_number), self._kept()
+        self._saved_last = folder, run.progress.step_number
+        self._kept_last = self._kept_in(run.kept.save({}))
         if run.loader is not None and run.loader.position.row >= run.loader.rows:
             run.loader.end_epoch()
         if standing["workers"] != self.world:

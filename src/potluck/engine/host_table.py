@@ -506,14 +506,12 @@ class HostTable(Table):
         is_alone = self.member.is_over and run.progress.stopping
         has_part = not (self.is_replaying or self.member.left or is_alone)
         with run.looking.in_place(), run.works.now.as_agreed(), looking(replica.model):
-            figures = None
+            figures, size = None, min(len(rows), max(1, looked_at.batch_size))
             if has_part:
-                size = min(len(rows), max(1, looked_at.batch_size))
                 evaluation = drive(self.holder.evaluate(len(rows), size, sum_of))
                 if evaluation.samples:  # else this worker had no part in it
                     figures = means_of(evaluation.names, evaluation.figures, evaluation.samples)
             if figures is None and is_alone and not self.member.left:
-                size = max(1, looked_at.batch_size)
                 total = add_up(sum_of(at, min(at + size, len(rows))).to_bytes() for at in range(0, len(rows), size))
                 figures = means_of(total.names, total.figures, total.samples)
             if figures is None:

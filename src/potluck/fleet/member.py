@@ -240,7 +240,7 @@ class Member:
         yield from self._present()
 
     def _on_admitted(self, message: Admitted) -> Waits[None]:
-        self.others = int(json.loads(message.position).get("others", 0))
+        self.others = Position.others_in(message.position)
         match self.phase:
             case MemberPhase.CATCHING_UP:  # from somebody else, or from the disk, and maybe of an earlier step
                 self._later.clear()

@@ -59,8 +59,8 @@ class Saving:
         """Whether the disk writes the last step, all of which has come."""
         return self.is_writing and self._step == self._run.standing.version
 
-    def _is_kept(self, due: SaveDue) -> bool:
-        return bool(self.saved.folder) and (self.saved.step, self.saved.is_best) >= (due.step, due.is_best)
+    def _is_kept(self, state: SaveDue | StateBegin) -> bool:
+        return bool(self.saved.folder) and (self.saved.step, self.saved.is_best) >= (state.step, state.is_best)
 
     @property
     def is_under_way(self) -> bool:
@@ -76,7 +76,7 @@ class Saving:
     def on_restored(self) -> None:
         """The run has gone back: saves that were due no longer are."""
         self.due = self._again_at = None
-        self._best = 0
+        self._best, self._knowing = 0, set()
         if self.saved.step > self._run.standing.version:  # it turned out to be damaged
             self.saved = Saved(0, "", "")
 
@@ -147,7 +147,7 @@ class Saving:
     # On its way: see transfers.py
 
     def may_begin(self, member: WorkerRecord, begin: StateBegin) -> bool:
-        is_old = self._is_kept(SaveDue(begin.step, 0, begin.is_best))  # the leader has changed meanwhile
+        is_old = self._is_kept(begin)  # the leader has changed meanwhile
         if self.sender is not None and self._asked == member.worker_id and self.sender != member.peer:
             self._asked = NOBODY  # it is turned away now: should the one under way fail, somebody is asked anew
         # One that begins another in the middle has ended the first: it heard of the end of an earlier one too late.

@@ -7,7 +7,6 @@ ourselves are killed, however, the workers see our pipe close and end too.
 import codecs
 import contextlib
 import os
-import re
 import select
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from potluck.errors import ConfigError, Interrupted, WorkerLost
 from potluck.files import write_whole
 from potluck.fleet.invite import INVITE
 from potluck.link.ranks import NODE, RANKS, Request
+from potluck.show.output import COLOURS
 from potluck.show.small_terminal import SmallTerminal
 from potluck.signals import Interrupts, held_back
 from potluck.system import KILL, heard_by, listen, signal_apart, start_apart
@@ -231,7 +231,7 @@ def _forward(stream: IO[bytes], tell: Callable[[list[str], list[str]], None]) ->
 
 
 def _with_letters(lines: list[str]) -> list[str]:
-    return [line for line in lines if re.sub(r"\x1b\[[0-9;]*m", "", line).strip()]
+    return [line for line in lines if COLOURS.sub("", line).strip()]
 
 
 def _has_more(stream: IO[bytes]) -> bool:

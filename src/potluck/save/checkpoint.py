@@ -44,7 +44,7 @@ from potluck.sharding.ranges import Ranges, type_name
 from potluck.sharding.stored import make_header, write_all
 from potluck.system import sync
 from potluck.tensor_bytes import buffer
-from potluck.words import check_at_least, say
+from potluck.words import check_at_least
 
 GRACE_S = 5.0
 """How long rank 0 waits for the files of the others, once it is known that one of them is gone."""
@@ -184,8 +184,7 @@ class CheckpointWriter:
             if best_loss(place) is not None:
                 from potluck.save.export import write_best  # only a run that keeps its best waits for rich
 
-                if fault := write_best(place):
-                    say(fault)
+                write_best(place)
             on_saved(place)
 
     def wait(self) -> None:

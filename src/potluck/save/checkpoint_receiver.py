@@ -21,7 +21,6 @@ from potluck.save import checkpoint_folder
 from potluck.save.export import write_best
 from potluck.save.run_folder import make_private
 from potluck.system import sync
-from potluck.words import say
 
 MOST_BYTES = 1 << 44
 
@@ -89,8 +88,8 @@ class CheckpointReceiver:
             publish(aside, place)
             # After it has its name: a host that is killed in between must find a whole one.
             checkpoint_folder.prune(self.folder, keep_last, place)
-            if checkpoint_folder.best_loss(place) is not None and (fault := write_best(place)):
-                say(fault)
+            if checkpoint_folder.best_loss(place) is not None:
+                write_best(place)
         except Exception as error:  # whatever it is: without an answer everybody would wait for this checkpoint
             shutil.rmtree(aside, ignore_errors=True)
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

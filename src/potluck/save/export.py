@@ -17,7 +17,7 @@ from potluck.files import written_aside
 from potluck.save import checkpoint_folder
 from potluck.save.checkpoint_folder import AVERAGE, BASE, MODEL, OPTIMIZER
 from potluck.sharding.stored import SIZES, SafetensorsHeader, TensorFiles, make_header, write_all
-from potluck.words import plural, size
+from potluck.words import plural, say, size
 
 BLOCK_BYTES = 16 << 20
 
@@ -55,17 +55,16 @@ def write_plain(checkpoint: Path, out: Path) -> None:
     _write_model(checkpoint, checkpoint_folder.check(checkpoint), out, lambda what, total: lambda done: None)
 
 
-def write_best(checkpoint: Path) -> str:
+def write_best(checkpoint: Path) -> None:
     """Write the model of a checkpoint that is the best so far as best.safetensors in the run folder, for programs that
-    know nothing of checkpoints. Returns why that failed, if it did: the checkpoint is whole all the same."""
+    know nothing of checkpoints. Says why that failed, if it did: the checkpoint is whole all the same."""
     above = checkpoint.parent
     out = (above.parent if above.name == "checkpoints" else above) / checkpoint_folder.BEST_FILE
     try:
         body = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))["body"]
         _write_model(checkpoint, body, out, lambda what, total: lambda done: None, ema=None)
     except (OSError, CheckpointError) as error:
-        return f"{out} is not the best model: {error} The checkpoint {checkpoint} has it."
-    return ""
+        say(f"{out} is not the best model: {error} The checkpoint {checkpoint} has it.")
 
 
 def _write_model(

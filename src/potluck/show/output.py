@@ -17,7 +17,7 @@ OUTPUT, OLDER = "output.log", "output.1.log"
 """The lines of now, and those before them."""
 MOST_BYTES = 8 << 20
 """The most bytes of each of the two."""
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class OutputLine:
     def written(self) -> str:
         """Write it as `2026-11-18T23:40:12.123Z host-worker-0 text`."""
         at = datetime.fromtimestamp(self.time, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        return f"{at} {self.worker.replace(' ', '-')} {printable(_COLOURS.sub('', self.text))}\n"
+        return f"{at} {self.worker.replace(' ', '-')} {printable(COLOURS.sub('', self.text))}\n"
 
 
 class OutputFile:

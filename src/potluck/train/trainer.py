@@ -239,12 +239,7 @@ class Trainer:
             )
         try:
             while True:
-                for _ in self.engine.passes(self.config.epochs, self._keep):
-                    if self._is_over:  # it has as many steps as it may
-                        break
-                    for batch in self._loader:
-                        self.engine.train(self.loss, batch)
-                        self.engine.step()
+                self._train_epochs()
                 if is_over := self._is_over:
                     self._validate()
                 self._keep()
@@ -252,6 +247,14 @@ class Trainer:
                     return
         finally:
             self.engine.after_agreement.remove(self._after_agreement)
+
+    def _train_epochs(self) -> None:
+        for _ in self.engine.passes(self.config.epochs, self._keep):
+            if self._is_over:  # it has as many steps as it may
+                break
+            for batch in self._loader:
+                self.engine.train(self.loss, batch)
+                self.engine.step()
 
     def _keep(self) -> None:
         self._save()
