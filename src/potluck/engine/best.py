@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from potluck.engine.own_values import broadcast
 from potluck.errors import ConfigError
 from potluck.events import LOSS, Validated
 from potluck.validations import Validations
@@ -44,7 +45,8 @@ class BestSoFar:
             )
         step, figures, loss = fleet.step_number, value if isinstance(value, dict) else {}, _number(value)
         if not fleet.is_led:
-            loss = float(fleet.hear_from(0, loss, call))
+            with fleet.run.link.within(call, step):
+                loss = float(broadcast(fleet.run.link.gather_bytes, loss, 0))
         if step != known.last_step:
             if not fleet.is_replaying:
                 known.take(step, loss)

@@ -17,7 +17,6 @@ the round is the life of the run over both (round.py).
 """
 
 import atexit
-import json
 import math
 import os
 import sys
@@ -547,12 +546,10 @@ class Engine(Handle):
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Worker `src`'s value on every worker, of what JSON can hold. Under a host each worker keeps its own."""
-        return value if self.is_led else self.hear_from(src, value, "fleet.broadcast()")
-
-    def hear_from(self, src: int, value: Any, call: str) -> Any:
-        """Returns worker `src`'s value on every worker of a group. `call`: the one by which a person knows this."""
-        with self.run.link.within(call, self.run.progress.step_number):
-            return json.loads(self.run.link.gather_bytes(json.dumps(value).encode())[src])
+        if self.is_led:
+            return value
+        with self.run.link.within("fleet.broadcast()", self.run.progress.step_number):
+            return own_values.broadcast(self.run.link.gather_bytes, value, src)
 
     def ema(self, decay: float) -> WeightAverage:
         """Keeps an exponential moving average of the weights, of which `decay` stays at each step, such as 0.999.

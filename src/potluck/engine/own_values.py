@@ -22,6 +22,11 @@ Exchange = Callable[[bytes], list[bytes]]
 """This worker's bytes to those of all workers, in order of rank."""
 
 
+def broadcast(exchange: Exchange, value: Any, src: int) -> Any:
+    """Worker `src`'s value on every worker, of what JSON can hold."""
+    return json.loads(exchange(json.dumps(value).encode())[src])
+
+
 def gather(exchange: Exchange, value: Any) -> Any:
     """Tensors one after the other, numbers as a list."""
     return _join([found for _, found in _tell_all(exchange, "gather", value)], value)
